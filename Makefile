@@ -1,0 +1,32 @@
+# Two commands: `make demo` and `make test`. Each sets up what it needs, once, in .venv.
+PYTHON ?= python3
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.kimi
+	$(VENV)/bin/python -m kimi_k25.generate -i kimi_k25/tiny/demo.png -p "What digit is this?"
+
+test: $(VENV)/.test lint
+	$(VENV)/bin/python -m pytest -n 2
+
+lint: $(VENV)/.test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+# The stamps carry what was installed: a change of pins or dependencies installs again, a second run does not.
+$(VENV)/.kimi: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) -e '.[kimi]'
+	touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) -e '.[test]'
+	touch $@ $(VENV)/.kimi
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Attribute aliases that never register a module twice, and state-dict integrity checks."""

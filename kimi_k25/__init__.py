@@ -1,0 +1,1 @@
+"""Kimi-K2.5 in plain PyTorch."""
