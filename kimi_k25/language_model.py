@@ -1,0 +1,106 @@
+"""The decoder stack and its LM head: embeddings in, hidden states out, logits apart. Knows no pictures.
+
+Source: DeepSeek-V3, arXiv 2412.19437, with Kimi-K2's sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor, nn
+
+from .config import KimiK25Config, TextConfig
+from .layers.kv_cache import AttentionBatch
+from .layers.mla import MultiHeadLatentAttention
+from .layers.mlp import SwiGLU
+from .layers.moe import MixtureOfExperts
+from .layers.norm import RMSNorm
+from .layers.rope import TextRope
+
+
+class DecoderLayer(nn.Module):
+    """Attention and a feed-forward block, each behind a norm; the residual runs beside them."""
+
+    def __init__(self, config: TextConfig, layer: int, *, group_size: int | None) -> None:
+        """
+        Args:
+            group_size: Of int4 routed experts; None keeps them in the model's dtype.
+        """
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = MultiHeadLatentAttention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = (
+            MixtureOfExperts(config, group_size=group_size)
+            if config.is_moe_layer(layer)
+            else SwiGLU(config.hidden_size, config.intermediate_size)
+        )
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rope: tuple[Tensor, Tensor], batch: AttentionBatch
+    ) -> tuple[Tensor, Tensor]:
+        """
+        Args:
+            x: The block before's output, (num_tokens, hidden_size).
+            residual: Sum of all blocks before that; None in the first layer.
+
+        Returns:
+            This layer's output, not yet added, and the sum before it.
+        """
+        x, residual = (self.input_layernorm(x), x) if residual is None else self.input_layernorm(x, residual)
+        x = self.self_attn(x, rope, batch)
+        x, residual = self.post_attention_layernorm(x, residual)
+        x = self.mlp(x, batch.num_tokens) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(x)
+        return x, residual
+
+
+class DeepseekV3Model(nn.Module):
+    """Token embedding, decoder layers, final norm."""
+
+    def __init__(self, config: TextConfig, *, packed_layers: Collection[int], group_size: int | None) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, group_size=group_size if layer in packed_layers else None)
+            for layer in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rope = TextRope(config)
+
+    def forward(self, inputs_embeds: Tensor, batch: AttentionBatch) -> Tensor:
+        """
+        Args:
+            inputs_embeds: (num_tokens, hidden_size).
+
+        Returns:
+            Hidden states after the final norm, (num_tokens, hidden_size).
+        """
+        rope = self.rope(batch.positions, inputs_embeds.dtype)
+        x, residual = inputs_embeds, None
+        for layer in self.layers:
+            x, residual = layer(x, residual, rope, batch)
+        return self.norm(x, residual)[0]
+
+
+class DeepseekV3ForCausalLM(nn.Module):
+    """The decoder with its LM head. Its own attribute `model` is the decoder: the layers are at `.model.layers`."""
+
+    def __init__(self, config: KimiK25Config, *, packed_layers: Collection[int]) -> None:
+        """
+        Args:
+            packed_layers: MoE layers whose routed experts are int4.
+        """
+        super().__init__()
+        text, quantization = config.text_config, config.quantization_config
+        self.model = DeepseekV3Model(
+            text, packed_layers=packed_layers, group_size=quantization.group_size if quantization else None
+        )
+        self.lm_head = nn.Linear(text.hidden_size, text.vocab_size, bias=False)
+
+    def forward(self, inputs_embeds: Tensor, batch: AttentionBatch) -> Tensor:
+        """Hidden states, (num_tokens, hidden_size); see DeepseekV3Model."""
+        return self.model(inputs_embeds, batch)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """(..., hidden_size) to (..., vocab_size) float32."""
+        return self.lm_head(hidden_states).float()

@@ -1,0 +1,182 @@
+"""The paged cache of latents, and what attention must know of one step over it. Knows no attention.
+
+Of every token and layer one vector is kept: the normalised latent, then the roped key shared by all heads
+(512 + 64 values in the published model). A page belongs to one sequence at a time; page 0 belongs to none and takes
+what padding rows write.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..config import TextConfig
+
+
+@dataclass(slots=True, kw_only=True)
+class CacheStep:
+    """What one step does with the cache.
+
+    Attributes:
+        layers: The cache itself, (num_hidden_layers, num_pages, page_size, kv_cache_dim), appended to in place.
+        slot_mapping: Slot of each new token, (num_tokens,) int64.
+        block_table: Pages of each sequence in order, then page 0, (num_seqs, max_pages_per_seq) int32.
+        seq_lens: Cached tokens of each sequence after this step, (num_seqs,) int32.
+        max_kv_len: The largest of them.
+        has_prefix: Some sequence attends to tokens of an earlier step.
+        is_decode: Every sequence has exactly one new token.
+    """
+
+    layers: Tensor
+    slot_mapping: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    max_kv_len: int
+    has_prefix: bool
+    is_decode: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class AttentionBatch:
+    """One step: which tokens form which sequence, and where their cache lies.
+
+    Tensors may have more rows than `num_query_tokens`; the rows behind are padding. Attention gets the object by
+    reference, so that the eager attention between captured graphs finds the current step in it.
+
+    Attributes:
+        positions: (num_tokens,) int64.
+        cu_seqlens: First new token of each sequence, then their sum, (num_seqs + 1,) int32.
+        max_seqlen: Most new tokens of any sequence.
+        num_query_tokens: New tokens in all.
+        num_tokens: The same on the device, 0-d; None if no row is padding.
+        cache: None for whole sequences of which nothing is kept.
+    """
+
+    positions: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    num_query_tokens: int
+    num_tokens: Tensor | None = None
+    cache: CacheStep | None = None
+
+    @classmethod
+    def without_cache(
+        cls, lengths: Sequence[int], *, device: torch.device, positions: Tensor | None = None
+    ) -> AttentionBatch:
+        """Whole sequences of the given lengths, of which nothing is kept."""
+        if positions is None:
+            positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+        return cls(
+            positions=positions,
+            cu_seqlens=torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device),
+            max_seqlen=max(lengths),
+            num_query_tokens=sum(lengths),
+        )
+
+
+@dataclass(slots=True)
+class CachedSequence:
+    """A sequence's pages, in order, and how many tokens they hold."""
+
+    pages: list[int] = field(default_factory=list)
+    length: int = 0
+
+
+class CacheFullError(RuntimeError):
+    """A step needs more pages than are free, or a sequence more than its share."""
+
+
+class PagedKVCache:
+    """Latents of all layers and the pages that sequences hold.
+
+    Attributes:
+        layers: (num_hidden_layers, num_pages, page_size, kv_cache_dim). Zeros, not whatever memory held: attention
+            masks unwritten slots by a weight of zero, and zero times NaN is NaN.
+    """
+
+    def __init__(
+        self,
+        config: TextConfig,
+        *,
+        max_seqs: int,
+        max_seq_len: int,
+        page_size: int = 64,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.page_size = page_size
+        self.max_pages_per_seq = -(-max_seq_len // page_size)
+        num_pages = 1 + max_seqs * self.max_pages_per_seq
+        shape = (config.num_hidden_layers, num_pages, page_size, config.kv_cache_dim)
+        self.layers = torch.zeros(shape, dtype=dtype, device=device)
+        self._free_pages = list(range(num_pages - 1, 0, -1))
+
+    def step(self, sequences: Sequence[CachedSequence], lengths: Sequence[int]) -> AttentionBatch:
+        """Makes room for lengths[i] new tokens behind sequences[i], and describes the step that writes them.
+
+        Raises:
+            CacheFullError: Too few pages are free; nothing has changed then.
+        """
+        ends = [sequence.length + length for sequence, length in zip(sequences, lengths, strict=True)]
+        wanted = [-(-end // self.page_size) - len(s.pages) for s, end in zip(sequences, ends, strict=True)]
+        if sum(wanted) > len(self._free_pages) or max(ends) > self.max_pages_per_seq * self.page_size:
+            raise CacheFullError(
+                f"this step needs {sum(wanted)} pages of {self.page_size} tokens and sequences of up to {max(ends)}; "
+                f"{len(self._free_pages)} pages are free and a sequence holds at most "
+                f"{self.max_pages_per_seq * self.page_size} tokens"
+            )
+        positions: list[int] = []
+        slots: list[int] = []
+        has_prefix = any(sequence.length for sequence in sequences)
+        for sequence, end, pages in zip(sequences, ends, wanted, strict=True):
+            sequence.pages += [self._free_pages.pop() for _ in range(pages)]
+            new = range(sequence.length, end)
+            positions += new
+            slots += [sequence.pages[p // self.page_size] * self.page_size + p % self.page_size for p in new]
+            sequence.length = end
+
+        def on_device(values: Sequence[object], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=self.layers.device)
+
+        padded_pages = [s.pages + [0] * (self.max_pages_per_seq - len(s.pages)) for s in sequences]
+        return AttentionBatch(
+            positions=on_device(positions, torch.int64),
+            cu_seqlens=on_device([0, *itertools.accumulate(lengths)], torch.int32),
+            max_seqlen=max(lengths),
+            num_query_tokens=sum(lengths),
+            cache=CacheStep(
+                layers=self.layers,
+                slot_mapping=on_device(slots, torch.int64),
+                block_table=on_device(padded_pages, torch.int32),
+                seq_lens=on_device(ends, torch.int32),
+                max_kv_len=max(ends),
+                has_prefix=has_prefix,
+                is_decode=max(lengths) == 1,
+            ),
+        )
+
+    def release(self, sequence: CachedSequence) -> None:
+        """Gives a sequence's pages back; the sequence is empty afterwards."""
+        self._free_pages += reversed(sequence.pages)
+        sequence.pages.clear()
+        sequence.length = 0
+
+
+def append_to_cache(pages: Tensor, slot_mapping: Tensor, kv: Tensor) -> None:
+    """Writes one layer's new vectors, in place.
+
+    Args:
+        pages: (num_pages, page_size, kv_cache_dim).
+        slot_mapping: (num_tokens,) int64.
+        kv: (num_tokens, kv_cache_dim).
+    """
+    pages.flatten(0, 1).index_copy_(0, slot_mapping, kv)
+
+
+def read_cache(pages: Tensor, block_table: Tensor) -> Tensor:
+    """One layer's vectors in sequence order, (num_seqs, max_pages_per_seq * page_size, kv_cache_dim)."""
+    return pages[block_table.long()].flatten(1, 2)
