@@ -1,0 +1,199 @@
+"""Generation: token ids in, token ids out. Knows no text, no files and no arguments.
+
+Prompts are prefilled in chunks over a paged cache, then all sequences decode together, a token each a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .layers.kv_cache import CachedSequence, PagedKVCache
+from .layers.sampling import sample
+from .model import KimiK25ForConditionalGeneration
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn, and when to stop.
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+
+    max_new_tokens: int = 512
+    temperature: float = 1.0
+    top_p: float = 0.95
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; expected at least 1")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}; expected 0 (the likeliest token) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; expected more than 0 and at most 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One sequence to continue.
+
+    Attributes:
+        input_ids: (num_tokens,) int64, media placeholders expanded.
+        pixel_values, grid_thws: Its media; see KimiK25ForConditionalGeneration.embed.
+    """
+
+    input_ids: Tensor
+    pixel_values: Tensor | None = None
+    grid_thws: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedToken:
+    """A token of sequence `index`; the last one of a sequence has a finish_reason."""
+
+    index: int
+    token_id: int
+    finish_reason: FinishReason | None
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """A prompt on its way: what is embedded, what is cached, how much was generated."""
+
+    index: int
+    embeds: Tensor
+    limit: int
+    cached: CachedSequence = field(default_factory=CachedSequence)
+    num_generated: int = 0
+
+    @property
+    def num_pending(self) -> int:
+        return self.embeds.shape[0] - self.cached.length
+
+
+@dataclass(slots=True, kw_only=True)
+class Engine:
+    """Continues prompts with one model.
+
+    Attributes:
+        prefill_chunk: Most prompt tokens of one step.
+        page_size: Tokens of a cache page.
+        timings_ms: Of the last generate(): "embed" (the vision tower is in it), "prefill", and "sample" of the first
+            tokens.
+    """
+
+    model: KimiK25ForConditionalGeneration
+    prefill_chunk: int = 2048
+    page_size: int = 64
+    timings_ms: dict[str, float] = field(default_factory=dict)
+
+    @torch.inference_mode()
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Iterator[GeneratedToken]:
+        """Yields tokens as they are drawn, those of one step in the prompts' order.
+
+        Raises:
+            ValueError: A prompt is empty, has an id outside the vocabulary, or leaves no room in the model's context.
+        """
+        weight = self.model.language_model.lm_head.weight
+        limits = [min(sampling.max_new_tokens, self._room(prompt)) for prompt in prompts]
+        cache = PagedKVCache(
+            self.model.config.text_config,
+            max_seqs=len(prompts),
+            max_seq_len=max(p.input_ids.shape[0] + limit for p, limit in zip(prompts, limits, strict=True)),
+            page_size=self.page_size,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+        generator = torch.Generator(weight.device).manual_seed(sampling.seed)
+        with self._timed("embed"):
+            running = [
+                _Sequence(i, self._embed(prompt), limit)
+                for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+            ]
+        with self._timed("prefill"):
+            hidden = self._prefill(running, cache)
+        with self._timed("sample"):
+            ids = self._sample(hidden, sampling, generator)
+        while True:
+            alive = []
+            for row, (sequence, token_id) in enumerate(zip(running, ids.tolist(), strict=True)):
+                sequence.num_generated += 1
+                reason: FinishReason | None = None
+                if token_id in self.model.config.stop_token_ids:
+                    reason = "stop"
+                elif sequence.num_generated == sequence.limit:
+                    reason = "length"
+                yield GeneratedToken(sequence.index, token_id, reason)
+                if reason is None:
+                    alive.append(row)
+                else:
+                    cache.release(sequence.cached)
+            if not alive:
+                return
+            running = [running[row] for row in alive]
+            batch = cache.step([s.cached for s in running], [1] * len(running))
+            embeds = self.model.language_model.model.embed_tokens(ids[alive])
+            ids = self._sample(self.model.language_model(embeds, batch), sampling, generator)
+
+    def _room(self, prompt: Prompt) -> int:
+        """How many tokens fit behind the prompt."""
+        text, ids = self.model.config.text_config, prompt.input_ids
+        if ids.dim() != 1 or not ids.shape[0]:
+            raise ValueError(f"input_ids has shape {tuple(ids.shape)}; expected (num_tokens,) with at least one")
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= text.vocab_size:
+            raise ValueError(f"input_ids has ids from {low} to {high}; the vocabulary ends at {text.vocab_size - 1}")
+        room = text.max_position_embeddings - ids.shape[0]
+        if room < 1:
+            raise ValueError(
+                f"the prompt has {ids.shape[0]} tokens; the model's context holds {text.max_position_embeddings}, "
+                "one of them for the answer"
+            )
+        return room
+
+    def _embed(self, prompt: Prompt) -> Tensor:
+        device = self.model.language_model.lm_head.weight.device
+        media = (None if t is None else t.to(device) for t in (prompt.pixel_values, prompt.grid_thws))
+        return self.model.embed(prompt.input_ids.to(device), *media)
+
+    def _prefill(self, sequences: Sequence[_Sequence], cache: PagedKVCache) -> Tensor:
+        """Runs all prompts in steps of at most prefill_chunk tokens; their last hidden states, (num_seqs, hidden_size)."""
+        last = [sequences[0].embeds[0]] * len(sequences)
+        while pending := [s for s in sequences if s.num_pending]:
+            step: list[tuple[_Sequence, Tensor]] = []
+            budget = self.prefill_chunk
+            for sequence in pending:
+                if budget:
+                    start = sequence.cached.length
+                    step.append((sequence, sequence.embeds[start : start + budget]))
+                    budget -= step[-1][1].shape[0]
+            lengths = [embeds.shape[0] for _, embeds in step]
+            batch = cache.step([sequence.cached for sequence, _ in step], lengths)
+            hidden = self.model.language_model(torch.cat([embeds for _, embeds in step]), batch)
+            for (sequence, _), rows in zip(step, hidden.split(lengths), strict=True):
+                last[sequence.index] = rows[-1]
+        return torch.stack(last)
+
+    def _sample(self, hidden: Tensor, sampling: SamplingParams, generator: torch.Generator) -> Tensor:
+        logits = self.model.language_model.compute_logits(hidden)
+        # A placeholder stands for a picture that was given; the model must not invent one.
+        logits[:, self.model.config.media_placeholder_token_id] = float("-inf")
+        return sample(logits, temperature=sampling.temperature, top_p=sampling.top_p, generator=generator)
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        if self.model.language_model.lm_head.weight.is_cuda:
+            torch.cuda.synchronize()
+        self.timings_ms[phase] = (time.perf_counter() - started) * 1000

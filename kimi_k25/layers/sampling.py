@@ -1,0 +1,27 @@
+"""From logits to token ids. Knows no model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def sample(logits: Tensor, *, temperature: float, top_p: float, generator: torch.Generator | None = None) -> Tensor:
+    """One token id a row.
+
+    Args:
+        logits: (num_seqs, vocab_size) float32; an id with -inf is never drawn.
+        temperature: 0 takes the likeliest id.
+        top_p: Draws among the likeliest ids that together have this probability; the likeliest is always one of them.
+        generator: On the logits' device; None uses torch's own.
+
+    Returns:
+        (num_seqs,) int64.
+    """
+    if temperature == 0:
+        return logits.argmax(-1)
+    probs, ids = (logits / temperature).softmax(-1).sort(-1, descending=True)
+    before = probs.cumsum(-1) - probs
+    probs = probs.masked_fill(before >= top_p, 0.0)
+    probs[:, 0].clamp_(min=torch.finfo(probs.dtype).tiny)
+    return ids.gather(-1, torch.multinomial(probs, 1, generator=generator)).squeeze(-1)
