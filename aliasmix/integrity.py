@@ -1,6 +1,20 @@
-"""Integrity checks in one place: what a CI step or a loader imports. Knows nothing that its parts do not."""
+"""Every integrity check in one place, for a CI step, a test or a loader. Adds nothing to its parts."""
 
 from aliasmix.difference import compare_keys, compare_tensors
+from aliasmix.manifest import Manifest, check_manifest, compare_manifests, write_manifest
+from aliasmix.modulecheck import assert_clean, check_module
 from aliasmix.report import CODES, Finding, Report
 
-__all__ = ["CODES", "Finding", "Report", "compare_keys", "compare_tensors"]
+__all__ = [
+    "CODES",
+    "Finding",
+    "Manifest",
+    "Report",
+    "assert_clean",
+    "check_manifest",
+    "check_module",
+    "compare_keys",
+    "compare_manifests",
+    "compare_tensors",
+    "write_manifest",
+]

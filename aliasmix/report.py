@@ -50,6 +50,9 @@ CODES: dict[str, tuple[Severity, str]] = {
     "SWALLOWING_SETATTR": ("error", "lint: a __setattr__ drops whatever is assigned"),
 }
 
+_BETWEEN = {"KEY_MOVED": " -> ", "CYCLE": " -> ", "SHARED_STORAGE": ", ", "DISJOINT_VIEWS": ", "}
+
+MAX_PATHS = 8  # of one finding in text; JSON always has all
 MAX_LINES = 100  # of text or annotations a code; JSON always has all
 
 
@@ -81,12 +84,16 @@ class Finding:
         """Returns the finding as text: a headline, what was found, what to do."""
         where = f"{self.file}:{self.line}: " if self.file else ""
         number = f" ({self.count:,} keys)" if self.count > 1 else ""
-        lines = [f"{where}{self.severity} {self.code} {' = '.join(self.paths)}{number}", f"    {self.detail}"]
-        if self.code == "KEY_MOVED":
-            lines[0] = f"{self.severity} {self.code} {' -> '.join(self.paths)}{number}"
+        lines = [f"{where}{self.severity} {self.code} {self.names()}{number}", f"    {self.detail}"]
         if self.fix:
             lines.append(f"    fix: {self.fix}")
         return "\n".join(lines)
+
+    def names(self) -> str:
+        """Returns the paths as text, the first `MAX_PATHS` of them."""
+        between = _BETWEEN.get(self.code, " = ")
+        more = len(self.paths) - MAX_PATHS
+        return between.join(self.paths[:MAX_PATHS]) + (f" ... and {more:,} more" if more > 0 else "")
 
 
 def finding(code: str, paths: Iterable[str], detail: str, fix: str = "", **rest: object) -> Finding:
@@ -166,7 +173,7 @@ class Report:
         lines = []
         for f in self._shown():
             where = f"file={_property(f.file)},line={f.line}," if f.file else ""
-            text = f"{(' -> ' if f.code == 'KEY_MOVED' else ' = ').join(f.paths)}: {f.detail}"
+            text = f"{f.names()}: {f.detail}"
             if f.fix:
                 text += f"\nfix: {f.fix}"
             lines.append(f"::{command[f.severity]} {where}title=aliasmix {f.code}::{_escape(text)}")
