@@ -1,0 +1,220 @@
+"""One captured forward: a list of calls, graph segments and eager breaks in turn. Knows no bucket and no model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from .breaks import crossing_scope
+from .errors import BreakPointError, CaptureError
+
+__all__ = ["Backend", "BridgeBuffers", "Captured", "Forward", "PaddedEager", "Step", "capture_forward"]
+
+Forward = Callable[[Mapping[str, Tensor]], Tensor]
+
+
+class Backend(Protocol):
+    """What turns the operators between `begin` and `end` into one call that replays them."""
+
+    name: str
+
+    @property
+    def nbytes(self) -> int: ...
+    def warming(self) -> AbstractContextManager[None]: ...
+    def recording(self) -> AbstractContextManager[None]: ...
+    def begin(self) -> None: ...
+    def end(self) -> Callable[[], None]: ...
+    def abort(self) -> None: ...
+    def outside(self) -> AbstractContextManager[None]: ...
+    def owns(self, tensor: Tensor) -> bool: ...
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Step:
+    """The one fact of a run that break calls read: how many rows are real."""
+
+    num_tokens: int = 0
+
+
+class BridgeBuffers:
+    """Buffers in which activations cross a break, one for each argument, shared by all layers and buckets.
+
+    Layers run in order, so a buffer is free again when the next layer needs it. It has the size of the largest
+    user, met first because capture descends, and is owned here and by the recorded calls: never by address only.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def like(self, key: str, tensor: Tensor) -> Tensor:
+        """A view of the buffer of `key` with the shape and strides of `tensor`: kernels may depend on both."""
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        buffer = self._buffers.get((key, tensor.dtype))
+        if buffer is None or buffer.numel() < extent:
+            with self._backend.outside():
+                buffer = torch.zeros(extent, dtype=tensor.dtype, device=tensor.device)
+            self._buffers[key, tensor.dtype] = buffer
+        return buffer.as_strided(tensor.shape, tensor.stride())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+
+def _without_broadcast(tensor: Tensor) -> Tensor:
+    """The elements that exist: one of each dimension that a zero stride repeats."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+class _BreakCall:
+    """A recorded break: runs the function eagerly, then zeroes the rows of its output that are padding."""
+
+    __slots__ = ("args", "fn", "kwargs", "out", "step")
+
+    def __init__(self, fn: Callable[..., None], bound: inspect.BoundArguments, step: Step) -> None:
+        self.fn, self.args, self.kwargs, self.step = fn, bound.args, bound.kwargs, step
+        self.out: Tensor = bound.arguments["out"]
+
+    def __call__(self) -> None:
+        result = self.fn(*self.args, **self.kwargs)
+        if result is not None:
+            raise BreakPointError(
+                f"break point {self.fn.__qualname__} returned a {type(result).__name__}; it must write into 'out' "
+                "and return None, since a returned tensor would move from replay to replay"
+            )
+        if self.step.num_tokens < self.out.shape[0]:
+            self.out[self.step.num_tokens :].zero_()
+
+
+def _check_out(fn: Callable[..., None], bound: inspect.BoundArguments, num_rows: int) -> None:
+    out = bound.arguments.get("out")
+    if not isinstance(out, Tensor) or out.dim() == 0 or out.shape[0] != num_rows:
+        found = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        raise BreakPointError(
+            f"break point {fn.__qualname__} was given out={found}, expected a tensor of ({num_rows}, ...): "
+            "one row a token, padding included"
+        )
+
+
+class PaddedEager:
+    """Break points of an eager forward on padded inputs, to which a replay must be bitwise equal."""
+
+    def __init__(self, step: Step, num_rows: int) -> None:
+        self.step, self.num_rows = step, num_rows
+
+    def cross(self, fn: Callable[..., None], bound: inspect.BoundArguments) -> None:
+        _check_out(fn, bound, self.num_rows)
+        with crossing_scope(None):
+            _BreakCall(fn, bound, self.step)()
+
+
+class _Pieces:
+    """Break points of a forward that is being captured: each ends a segment and begins the next."""
+
+    def __init__(self, backend: Backend, bridges: BridgeBuffers | None, step: Step, num_rows: int) -> None:
+        self.backend, self.bridges, self.step, self.num_rows = backend, bridges, step, num_rows
+        self.calls: list[Callable[[], None]] = []
+        self.num_breaks = 0
+
+    def cross(self, fn: Callable[..., None], bound: inspect.BoundArguments) -> None:
+        _check_out(fn, bound, self.num_rows)
+        out = bound.arguments["out"]
+        for name, value in bound.arguments.items():
+            bound.arguments[name] = self._hand_over(f"{fn.__qualname__}.{name}", value, copy=name != "out")
+        self.calls.append(self.backend.end())
+        call = _BreakCall(fn, bound, self.step)
+        with crossing_scope(None):
+            call()
+        self.calls.append(call)
+        self.num_breaks += 1
+        self.backend.begin()
+        if call.out is not out:
+            out.copy_(call.out)
+
+    def _hand_over(self, key: str, value: object, *, copy: bool) -> object:
+        """`value` with the tensors that the graph made replaced by bridge buffers, which the graph fills.
+
+        Without bridges a tensor crosses as itself: the recorded call keeps it alive, and its memory with it.
+        """
+        if self.bridges is None:
+            return value
+        bridges = self.bridges
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+
+        def bridge(tensor: Tensor) -> Tensor:
+            if not self.backend.owns(tensor):
+                return tensor
+            target = bridges.like(f"{key}[{len(targets)}]", tensor)
+            sources.append(_without_broadcast(tensor))
+            targets.append(_without_broadcast(target))
+            return target
+
+        handed = tree_map_only(Tensor, bridge, value)
+        if copy and sources:
+            torch._foreach_copy_(targets, sources)
+        return handed
+
+
+@dataclass(slots=True)
+class Captured:
+    """A forward as calls; running them in order is a replay. `output` is `(num_rows, hidden)`, overwritten by each."""
+
+    calls: list[Callable[[], None]]
+    output: Tensor
+    num_breaks: int
+    nbytes: int = 0
+
+
+def capture_forward(
+    backend: Backend,
+    forward: Forward,
+    inputs: Mapping[str, Tensor],
+    output: Tensor,
+    step: Step,
+    *,
+    pieces: bool,
+    bridges: BridgeBuffers | None,
+) -> Captured:
+    """Capture one forward at one padded size.
+
+    Args:
+        backend: records the segments.
+        forward: reads `inputs`, returns hidden states `(num_rows, hidden)`.
+        inputs: static buffers of `num_rows` rows.
+        output: static `(num_rows, hidden)`, written by the last segment.
+        step: read by break calls at each replay.
+        pieces: leave the graph at break points; else they are called through, into one full graph.
+        bridges: where activations cross a break; None keeps each alive where it is.
+
+    Raises:
+        CaptureError: something in the forward can't be captured; no segment stays open.
+    """
+    crossing = _Pieces(backend, bridges, step, output.shape[0])
+    with backend.recording(), crossing_scope(crossing if pieces else None):
+        try:
+            backend.begin()
+            hidden_states = forward(inputs)
+            if hidden_states.shape != output.shape:
+                raise CaptureError(
+                    f"forward returned {tuple(hidden_states.shape)} for {output.shape[0]} rows, "
+                    f"expected {tuple(output.shape)} as at warm-up"
+                )
+            output.copy_(hidden_states)
+            crossing.calls.append(backend.end())
+        except BaseException:
+            backend.abort()
+            raise
+    return Captured(crossing.calls, output, crossing.num_breaks)

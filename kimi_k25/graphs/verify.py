@@ -1,0 +1,147 @@
+"""Verification: is a replay what eager computes? Knows a runner, no model.
+
+L0 structure: a break for each layer in every piecewise graph, pointers as at freeze, state_dict as before.
+L1 replay == eager, bitwise, on the same padded buffers (another size may pick another kernel, so only there).
+L2 replayed twice, in every order of up to three buckets, with memory churned through in between.
+L3 the real rows of a padded replay against eager without padding, within a tolerance.
+L4 greedy tokens of both are equal; needs `head`.
+
+Prefill is checked before decode, so decode graphs are seen to survive the prefill graphs' replays.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .breaks import crossing_scope
+from .buffers import count_tokens
+from .errors import VerificationError
+
+if TYPE_CHECKING:
+    from .runner import GraphRunner, Phase, _Ladder
+
+__all__ = ["verify"]
+
+Batch = Callable[[], Mapping[str, Tensor]]
+
+
+@torch.no_grad()
+def verify(
+    runner: GraphRunner,
+    level: int,
+    *,
+    batches: Mapping[Phase, Sequence[Batch]] | None = None,
+    head: Callable[[Tensor], Tensor] | None = None,
+    rtol: float = 1e-3,
+    atol: float = 1e-3,
+) -> dict[str, int]:
+    """Run all levels up to `level`.
+
+    Args:
+        batches: real steps by phase; each call sets up one (the caller's own step object too) and returns its
+            inputs. By default the runner's dummy steps: each bucket full, and one row short.
+        head: `(num_tokens, hidden) -> (num_tokens, vocab)`, for L4.
+        rtol, atol: L3's tolerance. It is the tolerance between two sizes of the same product, not of graphs.
+
+    Returns:
+        Number of comparisons made, by level.
+
+    Raises:
+        VerificationError: names level, phase, bucket, the first differing row and the largest difference.
+        ValueError: L4 without a head.
+    """
+    if level >= 4 and head is None:
+        raise ValueError("level 4 compares tokens, so it needs head=")
+    counts: dict[str, int] = {}
+
+    def compare(name: str, replayed: Tensor, eager: Tensor, where: str, *, exact: bool) -> None:
+        counts[name] = counts.get(name, 0) + 1
+        tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": rtol, "atol": atol}
+        close = torch.isclose(replayed, eager, equal_nan=True, **tolerance)
+        if not bool(close.all()):
+            row = int((~close).flatten(1).any(1).nonzero()[0])
+            worst = (replayed.double() - eager.double()).abs().max().item()
+            raise VerificationError(f"{name} {where}: replay != eager, first in row {row}, by up to {worst:.3g}")
+
+    _check_structure(runner, counts)
+    for ladder in runner._ladders.values():
+        steps = _steps(ladder, runner, (batches or {}).get(ladder.phase))
+        for step in steps if level >= 1 else ():
+            num_tokens, bucket, inputs = _load(runner, ladder, step)
+            where = f"{ladder.phase} {num_tokens} tokens in bucket {bucket}"
+            replayed = _replay(runner, ladder, bucket)
+            compare("L1", replayed, _padded_eager(runner, ladder, bucket), where, exact=True)
+            if level >= 3:
+                real = {**inputs, "num_tokens": ladder.statics.num_tokens}
+                unpadded = runner.forward(real)
+                compare("L3", replayed[:num_tokens], unpadded, where, exact=False)
+                if level >= 4 and head is not None:
+                    tokens = [head(rows).argmax(-1, keepdim=True) for rows in (replayed[:num_tokens], unpadded)]
+                    compare("L4", tokens[0], tokens[1], where, exact=True)
+        if level >= 2:
+            for order in _orders(steps):
+                for step in (*order, *order):
+                    num_tokens, bucket, _ = _load(runner, ladder, step)
+                    _churn(runner.device)
+                    replayed = _replay(runner, ladder, bucket)
+                    eager = _padded_eager(runner, ladder, bucket)
+                    compare("L2", replayed, eager, f"{ladder.phase} bucket {bucket}", exact=True)
+    return counts
+
+
+def _check_structure(runner: GraphRunner, counts: dict[str, int]) -> None:
+    for ladder in runner._ladders.values():
+        for bucket, captured in ladder.captured.items():
+            counts["L0"] = counts.get("L0", 0) + 1
+            if ladder.mode == "piecewise" and not runner.plan.one_break and captured.num_breaks != runner.num_layers:
+                raise VerificationError(f"L0 bucket {bucket}: {captured.num_breaks} breaks, {runner.num_layers} layers")
+    if list(runner.module.state_dict()) != runner._state_dict_keys:
+        raise VerificationError("L0: the module's state_dict has other keys than before the capture")
+    if runner._fingerprint is not None:
+        runner._fingerprint.check()
+
+
+def _steps(ladder: _Ladder, runner: GraphRunner, batches: Sequence[Batch] | None) -> list[Batch]:
+    if batches is not None:
+        return list(batches)
+    sizes = sorted(ladder.captured)
+    counts = sorted({count for size in sizes for count in (size, size - 1) if count > 0})
+    return [lambda count=count: runner.dummy(ladder.phase, count) for count in counts]  # type: ignore[misc]
+
+
+def _orders(steps: list[Batch]) -> list[tuple[Batch, ...]]:
+    picked = steps if len(steps) <= 3 else [steps[0], steps[len(steps) // 2], steps[-1]]
+    return list(itertools.permutations(picked))
+
+
+def _load(runner: GraphRunner, ladder: _Ladder, batch: Batch) -> tuple[int, int, Mapping[str, Tensor]]:
+    inputs = batch()
+    num_tokens = count_tokens(inputs, ladder.statics.specs)
+    selection = ladder.select(num_tokens)
+    if selection.bucket is None:
+        raise VerificationError(f"{ladder.phase} of {num_tokens} tokens can't be replayed: {selection.reason}")
+    runner._load(ladder, inputs, num_tokens, selection.bucket)
+    return num_tokens, selection.bucket, inputs
+
+
+def _replay(runner: GraphRunner, ladder: _Ladder, bucket: int) -> Tensor:
+    captured = ladder.captured[bucket]
+    captured.output.fill_(float("nan"))
+    runner._replay(captured)
+    return captured.output.clone()
+
+
+def _padded_eager(runner: GraphRunner, ladder: _Ladder, bucket: int) -> Tensor:
+    with crossing_scope(runner._padded_eager(ladder, bucket)):
+        return runner.forward(ladder.statics.views(bucket)).clone()
+
+
+def _churn(device: torch.device) -> None:
+    """Take and dirty memory of many sizes, so that what a graph no longer owns is somebody else's now."""
+    taken = [torch.full((1 << power,), float("nan"), device=device) for power in range(6, 22, 3)]
+    del taken[::2]
