@@ -6,12 +6,13 @@ Source: Moonshot's configuration_kimi_k25 and the values of the published checkp
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from .json_file import read_json_object
 
 MAX_SIZE = 2**24  # Of any one dimension; the published model's largest is 2**18.
 MAX_EXPERT_MATRICES = 200_000  # Layers x experts; the published model has 60 x 384.
@@ -427,42 +428,18 @@ def _quantization(outer: _Fields, text: _Fields) -> QuantizationConfig | None:
     return QuantizationConfig.from_dict(found[0]) if found else None
 
 
-def read_json(path: Path) -> Any:
-    """One JSON file of a checkpoint.
-
-    Raises:
-        FileNotFoundError, ConfigError: Named by the file.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} does not exist; expected a checkpoint folder with {path.name}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
-        raise ConfigError(str(path), f"is not JSON: {e}") from e
-
-
 def load_config(checkpoint: str | Path) -> KimiK25Config:
     """Reads a checkpoint folder's config.json, and generation_config.json if it is there.
 
     Raises:
-        FileNotFoundError: There is no config.json.
-        ConfigError: A file is not JSON, or a value is missing, malformed or not supported.
+        UnreadableFileError: A file is not there, or is not a JSON object.
+        ConfigError: A value is missing, malformed or not supported.
     """
     path = Path(checkpoint) / "config.json"
     generation = path.with_name("generation_config.json")
-    raw, raw_generation = read_json(path), read_json(generation) if generation.exists() else None
+    raw = read_json_object(path)
+    raw_generation = read_json_object(generation) if generation.exists() else None
     try:
         return KimiK25Config.from_dict(raw, generation_config=raw_generation)
     except ConfigError as e:
         raise ConfigError(f"{path}: {e.field}", str(e).removeprefix(e.field + " ")) from None
-
-
-__all__ = [
-    "ConfigError",
-    "KimiK25Config",
-    "QuantizationConfig",
-    "TextConfig",
-    "VisionConfig",
-    "YarnScaling",
-    "load_config",
-]

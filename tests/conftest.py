@@ -1,0 +1,18 @@
+"""Settings that every test runs under."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # Two workers on two cores; set before torch starts its threads.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch sees none"))
