@@ -21,6 +21,14 @@ LAYER_NORM_EPS = 1e-5
 Grid = tuple[int, int, int]
 
 
+def items_by_grid(grids: list[Grid]) -> dict[Grid, list[int]]:
+    """Which items have which grid. Equal ones are computed together: a batch has far fewer grids than items."""
+    items: dict[Grid, list[int]] = {}
+    for item, grid in enumerate(grids):
+        items.setdefault(grid, []).append(item)
+    return items
+
+
 class VisionPositionEmbedding(nn.Module):
     """A learned table of rows and columns, resampled to each item's grid, plus fixed sinusoids of the frame."""
 
@@ -52,14 +60,16 @@ class VisionPositionEmbedding(nn.Module):
             ValueError: An item has more frames than the model was made for.
         """
         tables = {size: self.resampled(*size) for size in {grid[1:] for grid in grids}}
-        parts = []
-        for frames, height, width in grids:
+        parts: list[Tensor] = [self.weight] * len(grids)
+        for (frames, height, width), items in items_by_grid(grids).items():
             table = tables[height, width]
             if frames > self.max_frames:
                 raise ValueError(f"a media item has {frames} frames; the model takes at most {self.max_frames}")
             if frames > 1:  # An image gets no frame sinusoids at all, not those of frame 0.
                 table = (table + self.frame_sinusoids(frames)).flatten(0, 1)
-            parts.append(table)
+            # One gradient a grid, not one an item.
+            for item, part in zip(items, table.expand(len(items), -1, -1).unbind(), strict=True):
+                parts[item] = part
         return torch.cat(parts)
 
 
@@ -152,11 +162,15 @@ def merge_patches(x: Tensor, grids: list[Grid], merge: tuple[int, int]) -> Tenso
     Returns:
         (num_media_tokens, merge[0] * merge[1], dim).
     """
-    parts = []
-    for item, (t, h, w) in zip(x.split([t * h * w for t, h, w in grids]), grids, strict=True):
-        windows = item.view(t, h // merge[0], merge[0], w // merge[1], merge[1], -1).mean(0)
-        parts.append(windows.transpose(1, 2).flatten(2, 3).flatten(0, 1))
-    return torch.cat(parts)
+    patches = x.split([t * h * w for t, h, w in grids])
+    tokens = list(patches)
+    for (t, h, w), items in items_by_grid(grids).items():
+        frames = torch.stack([patches[item] for item in items])
+        windows = frames.unflatten(1, (t, h // merge[0], merge[0], w // merge[1], merge[1])).mean(1)
+        merged = windows.transpose(2, 3).flatten(3, 4).flatten(1, 2)
+        for item, part in zip(items, merged.unbind(), strict=True):
+            tokens[item] = part
+    return torch.cat(tokens)
 
 
 class MoonViT3d(nn.Module):

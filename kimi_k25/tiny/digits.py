@@ -1,7 +1,7 @@
 """Handwritten digits: scikit-learn's bundled 8x8 scans, split once, drawn at any size and polarity. Knows no questions.
 
-Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository (CC BY 4.0), whose
-test half scikit-learn carries: 1,797 scans with 17 grey levels.
+Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository
+(CC BY 4.0), whose test half scikit-learn carries: 1,797 scans with 17 grey levels.
 """
 
 from __future__ import annotations

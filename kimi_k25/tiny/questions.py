@@ -1,7 +1,7 @@
 """What the embedded default is asked, and what it should answer: phrasings, answers, reasoning. Knows no pictures.
 
-A `Question` is the text of one turn. `ask` picks a phrasing of a topic and fills it in; `style` varies spelling, capitals
-and punctuation the way people do.
+A `Question` is the text of one turn. `ask` picks a phrasing of a topic and fills it in; `style` varies spelling,
+capitals and punctuation the way people do.
 """
 
 from __future__ import annotations
@@ -27,6 +27,15 @@ UNKNOWN = "I don't know"
 
 KINDS = ("digit", "color", "shape", "count", "position", "compare", "video", "arithmetic", "unknown")
 
+_COLOR_OF = (
+    "What color is the {thing}?",
+    "Which color is the {thing}?",
+    "What is the color of the {thing}?",
+    "What color does the {thing} have?",
+    "Name the color of the {thing}.",
+    "Tell me the color of the {thing} in the picture.",
+)
+
 # {thing} is a shape, {things} what is counted, {a} and {b} shapes or numbers.
 PHRASINGS: dict[str, tuple[str, ...]] = {
     "digit": (
@@ -42,16 +51,8 @@ PHRASINGS: dict[str, tuple[str, ...]] = {
         "Read the digit.",
         "Name the digit in this picture.",
     ),
-    "color": (
-        "What color is it?",
-        "What color is this?",
-        "What color is the {thing}?",
-        "Which color is the {thing}?",
-        "What is the color of the {thing}?",
-        "What color does the {thing} have?",
-        "Name the color of the {thing}.",
-        "Tell me the color of the {thing} in the picture.",
-    ),
+    "color": ("What color is it?", "What color is this?", *_COLOR_OF),
+    "color_of": _COLOR_OF,
     "shape": (
         "What shape is it?",
         "What shape is this?",
@@ -177,6 +178,7 @@ PHRASINGS: dict[str, tuple[str, ...]] = {
 KIND_OF_TOPIC = {
     "digit": "digit",
     "color": "color",
+    "color_of": "color",
     "shape": "shape",
     "shape_of_color": "shape",
     "count": "count",
@@ -197,6 +199,7 @@ KIND_OF_TOPIC = {
 REASONING = {
     "digit": "I look at the handwritten digit.",
     "color": "I look at the color.",
+    "color_of": "I look for it in the picture.",
     "shape": "I look at the outline.",
     "shape_of_color": "I look for the color.",
     "count": "I count them.",
@@ -230,7 +233,9 @@ class Question:
     reasoning: str
 
 
-def ask(topic: str, answer: str, rng: random.Random, *, reasoning: dict[str, str] | None = None, **fill: str) -> Question:
+def ask(
+    topic: str, answer: str, rng: random.Random, *, reasoning: dict[str, str] | None = None, **fill: str
+) -> Question:
     """A question on `topic` in a random phrasing and style, `fill` put into its places."""
     text = style(rng.choice(PHRASINGS[topic]).format(**fill), rng)
     return Question(KIND_OF_TOPIC[topic], text, answer, REASONING[topic].format(**(reasoning or {})))
@@ -305,7 +310,11 @@ def arithmetic(rng: random.Random, *, held_out: bool) -> Question:
 def corpus() -> Iterator[str]:
     """Texts whose words the vocabulary should hold in few tokens."""
     fills = [
-        *({"thing": s, "things": things(s, ""), "a": s, "b": s, "color": c} for s in (*SHAPES, "shape") for c in COLORS),
+        *(
+            {"thing": shape, "things": things(shape, ""), "a": shape, "b": shape, "color": color}
+            for shape in (*SHAPES, "shape")
+            for color in COLORS
+        ),
         *({"a": str(n), "b": str(n)} for n in range(21)),
         *({"a": w, "b": w} for w in NUMBER_WORDS),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -25,7 +26,7 @@ def train_merges(texts: Iterable[str], num_merges: int) -> list[bytes]:
     while len(merges) < num_merges:
         pairs: Counter[tuple[bytes, bytes]] = Counter()
         for piece, parts in words.items():
-            for pair in zip(parts, parts[1:], strict=False):
+            for pair in itertools.pairwise(parts):
                 pairs[pair] += counts[piece]
         if not pairs:
             raise ValueError(f"the corpus ran out of pairs after {len(merges)} merges; expected {num_merges}")

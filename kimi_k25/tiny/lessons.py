@@ -1,0 +1,356 @@
+"""Conversations about pictures: what training shows the model, and what the held-out questions ask. Knows no tokens.
+
+A `Lesson` is one conversation; its user turns carry pictures, its assistant turns the right answers. One picture is
+asked about several times, which costs little (its patches are encoded once) and is how a chat goes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from PIL import Image
+
+from kimi_k25.tiny import digits, scenes
+from kimi_k25.tiny.questions import (
+    COLORS,
+    DIRECTIONS,
+    MAX_COUNT,
+    PLACES,
+    SHAPES,
+    Question,
+    arithmetic,
+    ask,
+    random_fill,
+    things,
+    unanswerable,
+)
+
+IMAGE_TOPICS = ("digit", "color", "shape", "count", "place", "side", "height", "direction")
+SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer briefly.", "You are Kimi, an AI assistant.")
+
+
+@dataclass(frozen=True, slots=True)
+class Video:
+    """Frames at a steady rate."""
+
+    frames: list[Image.Image]
+    fps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A user's message and its answer.
+
+    Attributes:
+        media: Pictures and videos of the message.
+        text_first: Whether the text stands before them.
+    """
+
+    question: Question
+    media: Sequence[Image.Image | Video] = ()
+    text_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """A conversation whose last answer is thought about first, if `thinking`; earlier answers never are."""
+
+    turns: Sequence[Turn]
+    thinking: bool
+    system: str | None = None
+
+
+@dataclass(slots=True)
+class Teacher:
+    """Makes lessons from a random generator.
+
+    Attributes:
+        part: "train" or "test": which scans of digits, and which wordings of arithmetic. Training scans are distorted.
+    """
+
+    rng: random.Random
+    part: str = "train"
+    sizes: scenes.Sizes = field(default_factory=scenes.Sizes)
+    _labels: Any = field(init=False)
+    _scans: Any = field(init=False)
+    _order: Iterator[int] = field(init=False, default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        self._scans, self._labels = digits.split(self.part)
+
+    def lesson(self) -> Lesson:
+        """A conversation of one to four turns, sometimes about a second picture after the first."""
+        rng = self.rng
+        turns = self._turns(rng.choices(_TRAINING_KINDS, _TRAINING_WEIGHTS)[0], rng.choice((1, 2, 2, 3, 4)))
+        if rng.random() < 0.12:
+            turns += self._turns(rng.choices(_TRAINING_KINDS, _TRAINING_WEIGHTS)[0], 1)
+        system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.05 else None
+        return Lesson(turns, rng.random() < 0.5, system)
+
+    def single_question(self, kind: str) -> Lesson:
+        """One question of a reported kind, the pictures first."""
+        while True:
+            turns = self._turns(kind, 1)
+            if turns[0].question.kind == kind and not turns[0].text_first:
+                return Lesson(turns, self.rng.random() < 0.5)
+
+    def _turns(self, kind: str, count: int) -> list[Turn]:
+        media, questions = getattr(self, f"_{kind}")(count)
+        first, *rest = questions
+        return [Turn(first, media, self.rng.random() < 0.1), *(Turn(question) for question in rest)]
+
+    def _digit(self, count: int) -> tuple[list[Image.Image], list[Question]]:
+        rng = self.rng
+        # Every test scan gets its turn.
+        k = rng.randrange(len(self._labels)) if self.part == "train" else next(self._order) % len(self._labels)
+        scan = digits.distort(self._scans[k], rng) if self.part == "train" else self._scans[k]
+        picture = digits.draw(scan, *self._size(), rng)
+        questions = [ask("digit", str(self._labels[k]), rng)]
+        if self.part == "train":
+            picture = scenes.camera(picture, rng)
+            if count > 1:
+                topic = rng.choice(("shape", "count", "place", "direction"))
+                questions.append(unanswerable(topic, rng, **random_fill(topic, rng)))
+                rng.shuffle(questions)
+        return [picture], questions
+
+    def _color(self, count: int) -> tuple[list[Image.Image], list[Question]]:
+        scene = self._single()
+        picture = scenes.draw(scene, self.rng)
+        return [picture], self._about_single(scene, ["color", *self._sample(("color", "shape", "count"), count - 1)])
+
+    def _shape(self, count: int) -> tuple[list[Image.Image], list[Question]]:
+        if self.rng.random() < 0.3:
+            return self._scene("shape_of_color", count)
+        scene = self._single()
+        picture = scenes.draw(scene, self.rng)
+        return [picture], self._about_single(scene, ["shape", *self._sample(("color", "shape", "digit"), count - 1)])
+
+    def _count(self, count: int) -> tuple[list[Image.Image], list[Question]]:
+        return self._scene("count", count)
+
+    def _position(self, count: int) -> tuple[list[Image.Image], list[Question]]:
+        rng = self.rng
+        if rng.random() < 0.5:
+            return self._scene(rng.choice(("side", "height")), count)
+        place = rng.choice(PLACES)
+        scene = self._single(place)
+        thing = scene.things[0]
+        rest = self._about_single(scene, self._sample(("color", "shape", "count"), count - 1))
+        return [scenes.draw(scene, rng)], [ask("place", place, rng, thing=self._name(thing.shape)), *rest]
+
+    def _compare(self, count: int) -> tuple[list[Image.Image], list[Question]]:
+        rng = self.rng
+        topic = rng.choice(("more", "more", "fewer", "same_color", "same_shape"))
+        if topic in ("same_color", "same_shape"):
+            pair = [self._single(), self._single()]
+            if rng.random() < 0.5:  # Otherwise they would seldom agree.
+                pair[1] = _recast(pair[1], pair[0], topic)
+            a, b = (scene.things[0] for scene in pair)
+            shown = {"same_color": (a.color, b.color), "same_shape": (a.shape, b.shape)}
+            questions = [
+                ask(t, "yes" if x == y else "no", rng, reasoning={"first": x, "second": y})
+                for t, (x, y) in [(topic, shown.pop(topic)), *shown.items()]
+            ]
+            return [scenes.draw(scene, rng) for scene in pair], questions[:count]
+        shape, color = rng.choice((*SHAPES, "shape")), rng.choice((*COLORS, *[""] * 12))
+        numbers = _numbers(rng)
+        pair = [self._several(self._exactly(shape, color, number)) for number in numbers]
+        topics = [topic, *self._sample(("more", "fewer"), min(count, 2) - 1)]
+        return [scenes.draw(scene, rng) for scene in pair], [self._more(t, shape, color, numbers) for t in topics]
+
+    def _video(self, count: int) -> tuple[list[Video], list[Question]]:
+        rng = self.rng
+        direction = rng.choice(DIRECTIONS)
+        shape, frames = scenes.moving(direction, rng, self._size(most=scenes.MAX_FRAME_SIDE))
+        question = ask("direction", direction, rng, thing=self._name(shape))
+        return [Video(frames, rng.choice((1.0, 2.0)))], [question]
+
+    def _arithmetic(self, count: int) -> tuple[list[Image.Image], list[Question]]:
+        held_out = self.part == "test"
+        return [], [arithmetic(self.rng, held_out=held_out) for _ in range(count)]
+
+    def _unknown(self, count: int) -> tuple[list[Image.Image], list[Question]]:
+        """Pictures of nothing, and questions that miss the picture; in training, also questions without a picture."""
+        rng = self.rng
+        r = rng.random()
+        if r < 0.65:
+            pictures, topics = [scenes.outside(rng, self._size())], IMAGE_TOPICS
+        elif r < 0.75:
+            pictures = [scenes.outside(rng, self._size()), scenes.outside(rng, self._size())]
+            topics = ("more", "fewer", "same_color", "same_shape")
+        elif r < 0.9 or self.part == "test":
+            pictures, topics = [scenes.draw(self._single(), rng)], ("digit", "direction")
+        else:
+            pictures, topics = [], IMAGE_TOPICS
+        chosen = [rng.choice(topics) for _ in range(count)]
+        return pictures, [unanswerable(topic, rng, **random_fill(topic, rng)) for topic in chosen]
+
+    def _scene(self, topic: str, count: int) -> tuple[list[Image.Image], list[Question]]:
+        """A picture of several shapes, asked about `topic` first."""
+        rng = self.rng
+        while True:
+            number = rng.randint(1 if topic == "count" else 2, MAX_COUNT)
+            scene = self._several(scenes.random_kinds(rng, number))
+            found = self._about_several(scene, topic)
+            if found is not None:
+                break
+        rest = self._sample(("count", "count", "color", "shape_of_color", "side", "height"), count - 1)
+        more = (self._about_several(scene, t) for t in rest)
+        return [scenes.draw(scene, rng)], [found, *(question for question in more if question is not None)]
+
+    def _about_single(self, scene: scenes.Scene, topics: Sequence[str]) -> list[Question]:
+        rng, thing = self.rng, scene.things[0]
+        questions = []
+        for topic in topics:
+            if topic == "color":
+                questions.append(ask("color", thing.color, rng, thing=self._name(thing.shape)))
+            elif topic == "shape":
+                questions.append(ask("shape", thing.shape, rng))
+            elif topic == "count":
+                questions.append(self._how_many(scene, *self._kind(scene)))
+            else:
+                questions.append(unanswerable(topic, rng, **random_fill(topic, rng)))
+        return questions
+
+    def _about_several(self, scene: scenes.Scene, topic: str) -> Question | None:
+        """A question with one right answer, or None if the picture allows none on this topic."""
+        rng = self.rng
+        if topic == "count":
+            return self._how_many(scene, *self._kind(scene))
+        if topic == "color":
+            lone = [t for t in scene.things if scene.count(t.shape, "") == 1]
+            return ask("color_of", lone[0].color, rng, thing=lone[0].shape) if lone else None
+        if topic == "shape_of_color":
+            lone = [t for t in scene.things if scene.count("shape", t.color) == 1]
+            return ask(topic, lone[0].shape, rng, color=lone[0].color) if lone else None
+        names = _unique_names(scene)
+        rng.shuffle(names)
+        for (a, first), (b, second) in itertools.pairwise(names):
+            gap = first.x - second.x if topic == "side" else first.y - second.y
+            if abs(gap) > 0.2:
+                answer = ("left", "right") if topic == "side" else ("above", "below")
+                return ask(topic, answer[gap > 0], rng, a=a, b=b)
+        return None
+
+    def _how_many(self, scene: scenes.Scene, shape: str, color: str) -> Question:
+        return ask("count", str(scene.count(shape, color)), self.rng, things=things(shape, color))
+
+    def _kind(self, scene: scenes.Scene) -> tuple[str, str]:
+        """Something to count: mostly what the picture has."""
+        rng = self.rng
+        thing = rng.choice(scene.things)
+        return rng.choice(
+            [
+                ("shape", ""),
+                ("shape", ""),
+                (thing.shape, ""),
+                (thing.shape, ""),
+                ("shape", thing.color),
+                (thing.shape, thing.color),
+                (rng.choice(SHAPES), ""),
+                ("shape", rng.choice(COLORS)),
+            ]
+        )
+
+    def _more(self, topic: str, shape: str, color: str, numbers: Sequence[int]) -> Question:
+        first, second = numbers
+        wins = (first > second) == (topic == "more")
+        answer = "the same" if first == second else "the first" if wins else "the second"
+        reasoning = {"first": str(first), "second": str(second)}
+        return ask(topic, answer, self.rng, reasoning=reasoning, things=things(shape, color))
+
+    def _exactly(self, shape: str, color: str, number: int) -> list[tuple[str, str]]:
+        """Kinds of which exactly `number` match, and up to two that don't; at least one in all."""
+        rng = self.rng
+        if shape == "shape" and not color:
+            return [(rng.choice(SHAPES), rng.choice(COLORS)) for _ in range(max(1, number))]
+        others = [(s, c) for s in SHAPES for c in COLORS if not (shape in ("shape", s) and color in ("", c))]
+        shapes, colors = SHAPES if shape == "shape" else (shape,), (color,) if color else COLORS
+        match = [(rng.choice(shapes), rng.choice(colors)) for _ in range(number)]
+        num_others = rng.randint(0 if number else 1, min(2, MAX_COUNT - number))
+        return match + [rng.choice(others) for _ in range(num_others)]
+
+    def _size(self, least: int = scenes.MIN_SIDE, most: int = scenes.MAX_SIDE) -> tuple[int, int]:
+        return self.sizes.draw(self.rng, least, most)
+
+    def _single(self, place: str | None = None) -> scenes.Scene:
+        return scenes.single(self.rng, self._size(), place=place)
+
+    def _several(self, kinds: Sequence[tuple[str, str]]) -> scenes.Scene:
+        return scenes.several(self.rng, self._size(scenes.MIN_CROWD_SIDE), kinds)
+
+    def _name(self, shape: str) -> str:
+        return shape if self.rng.random() < 0.6 else "shape"
+
+    def _sample(self, topics: Sequence[str], count: int) -> list[str]:
+        return self.rng.sample(topics, min(count, len(topics)))
+
+
+_TRAINING_KINDS = ("digit", "color", "shape", "count", "position", "compare", "video", "arithmetic", "unknown")
+_TRAINING_WEIGHTS = (28, 6, 8, 16, 12, 14, 8, 6, 8)
+
+
+def _unique_names(scene: scenes.Scene) -> list[tuple[str, scenes.Thing]]:
+    """A name for each thing that one name singles out: by shape alone, or by color and shape."""
+    named = []
+    for thing in scene.things:
+        if scene.count(thing.shape, "") == 1:
+            named.append((thing.shape, thing))
+        elif scene.count(thing.shape, thing.color) == 1:
+            named.append((f"{thing.color} {thing.shape}", thing))
+    return named
+
+
+def _numbers(rng: random.Random) -> tuple[int, int]:
+    """Two counts from 1 to 5, equal in a third of all cases."""
+    first = rng.randint(1, 5)
+    if rng.random() < 1 / 3:
+        return first, first
+    second = rng.choice([n for n in range(1, 6) if n != first])
+    return first, second
+
+
+def _recast(scene: scenes.Scene, like: scenes.Scene, topic: str) -> scenes.Scene:
+    """The scene with its thing given the color or the shape of the other's."""
+    thing, model = scene.things[0], like.things[0]
+    color = model.color if topic == "same_color" else thing.color
+    shape = model.shape if topic == "same_shape" else thing.shape
+    return scenes.Scene(scene.width, scene.height, (scenes.Thing(shape, color, thing.x, thing.y, thing.radius),))
+
+
+EXAM_SEED = 7
+EXAM = {
+    "digit": 450,
+    "color": 200,
+    "shape": 200,
+    "count": 250,
+    "position": 250,
+    "compare": 250,
+    "video": 150,
+    "arithmetic": 100,
+    "unknown": 150,
+}
+
+
+def exam(num_questions: int = 2000) -> Iterator[Lesson]:
+    """The held-out questions, always the same ones: every kind in its share, on pictures no training lesson shows.
+
+    A smaller exam is a subset in the same shares.
+    """
+    total = sum(EXAM.values())
+    for k, (kind, share) in enumerate(EXAM.items()):
+        teacher = Teacher(random.Random(f"exam {EXAM_SEED} {k}"), "test")
+        for _ in range(round(share * num_questions / total)):
+            yield teacher.single_question(kind)
+
+
+def media_parts(turn: Turn) -> list[dict[str, str]]:
+    """The turn's message content in OpenAI's chat format, pictures and text in their order."""
+    media = [{"type": "video" if isinstance(item, Video) else "image"} for item in turn.media]
+    text = {"type": "text", "text": turn.question.text}
+    return [text, *media] if turn.text_first else [*media, text]

@@ -1,0 +1,190 @@
+"""Lessons as packed tensors: token ids with their targets, and the patches of all pictures. Knows no model.
+
+A faster way to what the processor makes of the same conversation; a test holds the two equal. Pixels stay uint8 until
+they are on the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from kimi_k25.tiny.lessons import Lesson, Teacher, Turn, Video
+from kimi_k25.tiny.scenes import Sizes
+from kimi_k25.tokenizer import Tokenizer
+
+PATCH, MERGED = 14, 28  # Pixels of a patch's side, and of the square that becomes one token.
+CHUNK_FRAMES = 4
+NO_TARGET = -100
+GRIDS_IN_A_BATCH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Conversations packed end to end.
+
+    Attributes:
+        input_ids: (num_tokens,) int64.
+        targets: (num_tokens,) int64: the token after this one where an answer is being learned, elsewhere NO_TARGET.
+        positions: (num_tokens,) int64.
+        cu_seqlens: (num_seqs + 1,) int32.
+        patches: (num_patches, 3, 14, 14) uint8.
+        grid_thws: (num_media, 3) int64.
+    """
+
+    input_ids: Tensor
+    targets: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor
+    patches: Tensor
+    grid_thws: Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on a device; copies from pinned memory don't wait. What states sizes stays on the host."""
+        on_device = {name: getattr(self, name).to(device, non_blocking=True) for name in _DEVICE_TENSORS}
+        return replace(self, **on_device)
+
+    def pin_memory(self) -> Batch:
+        return Batch(*(getattr(self, name).pin_memory() for name in self.__slots__))
+
+    def pixel_values(self, dtype: torch.dtype) -> Tensor:
+        """(num_patches, 3, 14, 14) in [-1, 1]."""
+        return (self.patches.float() / 255 - 0.5).mul_(2).to(dtype)
+
+
+_DEVICE_TENSORS = ("input_ids", "targets", "positions", "patches")
+
+
+@dataclass(slots=True)
+class Packed:
+    """One conversation on the way into a batch."""
+
+    ids: list[int] = field(default_factory=list)
+    learned: list[bool] = field(default_factory=list)  # Whether this id is to be predicted.
+    patches: list[np.ndarray] = field(default_factory=list)
+    grids: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def add(self, ids: Sequence[int], *, learned: bool = False) -> None:
+        self.ids.extend(ids)
+        self.learned.extend([learned] * len(ids))
+
+
+class Packer:
+    """Packs lessons with one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._special = tokenizer.special_ids
+        self._encode = functools.lru_cache(maxsize=50_000)(lambda text: tuple(tokenizer.encode(text)))
+
+    def pack(self, lessons: Iterable[Lesson]) -> Batch:
+        """Whole lessons, every answer to be learned."""
+        return self.join([self.pack_one(lesson) for lesson in lessons])
+
+    def join(self, packed: Sequence[Packed]) -> Batch:
+        """Conversations end to end, in this order."""
+        ids = np.concatenate([p.ids for p in packed]).astype(np.int64)
+        learned = np.concatenate([p.learned for p in packed])
+        targets = np.where(np.append(learned[1:], False), np.append(ids[1:], 0), NO_TARGET)
+        patches = [chunk for p in packed for chunk in p.patches]
+        empty = np.zeros((0, 3, PATCH, PATCH), np.uint8)
+        return Batch(
+            torch.from_numpy(ids),
+            torch.from_numpy(targets),
+            torch.from_numpy(np.concatenate([np.arange(len(p.ids)) for p in packed])),
+            torch.from_numpy(np.cumsum([0, *(len(p.ids) for p in packed)]).astype(np.int32)),
+            torch.from_numpy(np.concatenate(patches) if patches else empty),
+            torch.tensor([grid for p in packed for grid in p.grids], dtype=torch.int64).reshape(-1, 3),
+        )
+
+    def pack_one(self, lesson: Lesson, *, with_last_answer: bool = True) -> Packed:
+        """One conversation; without its last answer it is a prompt."""
+        out = Packed()
+        if lesson.system is not None:
+            self._open(out, "<|im_system|>", "system")
+            out.add((*self._encode(lesson.system), self._special["<|im_end|>"]))
+        for number, turn in enumerate(lesson.turns, start=1):
+            is_last = number == len(lesson.turns)
+            self._ask(out, turn)
+            out.add((self._special["<think>"],))
+            if not (lesson.thinking and is_last):
+                out.add((self._special["</think>"],))
+            if is_last and not with_last_answer:
+                break
+            if lesson.thinking and is_last:
+                out.add(self._encode(turn.question.reasoning), learned=True)
+                out.add((self._special["</think>"],), learned=True)
+            out.add((*self._encode(turn.question.answer), self._special["<|im_end|>"]), learned=True)
+        return out
+
+    def _open(self, out: Packed, tag: str, role: str) -> None:
+        out.add((self._special[tag], *self._encode(role), self._special["<|im_middle|>"]))
+
+    def _ask(self, out: Packed, turn: Turn) -> None:
+        self._open(out, "<|im_user|>", "user")
+        before, after = (turn.question.text, "") if turn.text_first else ("", turn.question.text)
+        for item in turn.media:
+            # A text ends where a control token begins; the newline after a picture begins the next text.
+            if isinstance(item, Video):
+                for start in range(0, len(item.frames), CHUNK_FRAMES):
+                    out.add(self._encode(before + timestamp(start / item.fps)))
+                    self._show(out, "video", item.frames[start : start + CHUNK_FRAMES])
+                    before = ""
+            else:
+                out.add(self._encode(before))
+                self._show(out, "image", [item])
+            before = "\n"
+        out.add(self._encode(before + after))
+        out.add((self._special["<|im_end|>"],))
+        self._open(out, "<|im_assistant|>", "assistant")
+
+    def _show(self, out: Packed, name: str, frames: Sequence[Image.Image]) -> None:
+        patches, grid = patchify(frames)
+        out.patches.append(patches)
+        out.grids.append(grid)
+        num_tokens = grid[1] * grid[2] // 4
+        out.add((self._special["<|media_begin|>"], *self._encode(name), self._special["<|media_content|>"]))
+        out.add((self._special["<|media_pad|>"],) * num_tokens)
+        out.add((self._special["<|media_end|>"],))
+
+
+def patchify(frames: Sequence[Image.Image]) -> tuple[np.ndarray, tuple[int, int, int]]:
+    """Frames of one size, small enough not to be shrunk, as (t * h * w, 3, 14, 14) uint8 and the grid (t, h, w)."""
+    width, height = frames[0].size
+    pad = ((0, 0), (0, -height % MERGED), (0, -width % MERGED), (0, 0))
+    pixels = np.pad(np.stack([np.asarray(frame.convert("RGB")) for frame in frames]), pad)
+    t, h, w = len(frames), pixels.shape[1] // PATCH, pixels.shape[2] // PATCH
+    cut = pixels.reshape(t, h, PATCH, w, PATCH, 3).transpose(0, 1, 3, 5, 2, 4)
+    return cut.reshape(t * h * w, 3, PATCH, PATCH), (t, h, w)
+
+
+def timestamp(seconds: float) -> str:
+    """HH:MM:SS.mmm"""
+    whole = int(seconds)
+    return f"{whole // 3600:02}:{whole // 60 % 60:02}:{whole % 60:02}.{int((seconds - whole) * 1000):03}"
+
+
+class LessonBatches(torch.utils.data.Dataset[Batch]):
+    """Training batches by number; batch k is the same on any machine with any number of workers.
+
+    A batch's pictures share a few grids, and lessons with equal grids stand together: the vision tower encodes a run of
+    equal items at once.
+    """
+
+    def __init__(self, packer: Packer, *, seed: int, batch_size: int, num_batches: int) -> None:
+        self._packer, self._seed, self._batch_size, self._num_batches = packer, seed, batch_size, num_batches
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+    def __getitem__(self, k: int) -> Batch:
+        rng = random.Random(f"lessons {self._seed} {k}")
+        teacher = Teacher(rng, sizes=Sizes.few(rng, GRIDS_IN_A_BATCH))
+        packed = (self._packer.pack_one(teacher.lesson()) for _ in range(self._batch_size))
+        return self._packer.join(sorted(packed, key=lambda one: one.grids))
