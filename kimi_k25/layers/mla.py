@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import TextConfig
+from ..graphs import break_point
 from .kv_cache import AttentionBatch, CacheStep, append_to_cache, read_cache
 from .norm import RMSNorm
 from .packed import attend, packed_attention, packed_index, padded_index
@@ -108,6 +109,7 @@ def latent_attention(q_latent: Tensor, q_pe: Tensor, cache: CacheStep, layer: in
     return torch.einsum("bnl,blc->bnc", weights, kv[..., : q_latent.shape[-1]])
 
 
+@break_point
 def prefill_attention(
     attention: MultiHeadLatentAttention, q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch, out: Tensor
 ) -> None:
