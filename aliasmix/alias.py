@@ -186,10 +186,9 @@ class ReadOnlyAlias(Generic[T]):
             lines[-1] += f"; to compile in place, call .{self.target}.compile()"
         if not is_set:
             lines[-1] += f", before anything assigns {self.name!r} (does the __init__ of a base class?)"
-        lines.append(
-            f"       or declare ReadOnlyAlias({self.target!r}, on_write=\"forward\") to replace the target by it, "
-            f"or {self.name} = Unaliased() for an attribute of its own"
-        )
+        forward = f"ReadOnlyAlias({self.target!r}, on_write=\"forward\")"
+        lines.append(f"       or declare {forward}, which replaces the target")
+        lines.append(f"       or declare {self.name} = Unaliased() in a subclass, for an attribute of its own")
         return "\n".join(lines)
 
 

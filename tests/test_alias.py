@@ -1,5 +1,7 @@
 """Reading an alias: what it resolves to, and what an error says when it does not."""
 
+# ruff: noqa: E501 - the messages are pinned as they are printed
+
 from types import MethodType
 from unittest import mock
 

@@ -1,5 +1,7 @@
 """Writing to an alias, through every way that nn.Module has; and classes that cannot work, refused when they are made."""
 
+# ruff: noqa: E501 - the messages are pinned as they are printed
+
 import copy
 import pickle
 import warnings
@@ -264,7 +266,8 @@ Guarded.model is a read-only alias of 'language_model'
   current target: LanguageModel   assigned: Backbone
   nn.Module would register it as 'model', where no read finds it: 5 more state_dict keys
   fix: assign to .language_model instead
-       or declare ReadOnlyAlias('language_model', on_write="forward") to replace the target by it, or model = Unaliased() for an attribute of its own""",
+       or declare ReadOnlyAlias('language_model', on_write="forward"), which replaces the target
+       or declare model = Unaliased() in a subclass, for an attribute of its own""",
     )
 
 
@@ -288,7 +291,8 @@ Guarded.model is a read-only alias of 'language_model'
   current target: LanguageModel   assigned: OptimizedModule (wrapping LanguageModel)
   nn.Module would register it as 'model', where no read finds it: 8 more state_dict keys
   fix: assign to .language_model instead; to compile in place, call .language_model.compile()
-       or declare ReadOnlyAlias('language_model', on_write="forward") to replace the target by it, or model = Unaliased() for an attribute of its own""",
+       or declare ReadOnlyAlias('language_model', on_write="forward"), which replaces the target
+       or declare model = Unaliased() in a subclass, for an attribute of its own""",
     )
     module.language_model.compile(backend="eager")
     assert keys(module) == keys(Plain())
@@ -303,7 +307,8 @@ def test_message_for_a_plain_value_claims_no_registration():
 Guarded.layers is a read-only alias of 'language_model.model.layers'
   current target: ModuleList   assigned: None
   fix: assign to .language_model.model.layers instead
-       or declare ReadOnlyAlias('language_model.model.layers', on_write="forward") to replace the target by it, or layers = Unaliased() for an attribute of its own""",
+       or declare ReadOnlyAlias('language_model.model.layers', on_write="forward"), which replaces the target
+       or declare layers = Unaliased() in a subclass, for an attribute of its own""",
     )
 
 
@@ -333,7 +338,8 @@ Derived.model is a read-only alias of 'language_model'
   current target: none (hop 1 'language_model' missing on Derived)   assigned: Linear
   nn.Module would register it as 'model', where no read finds it: 2 more state_dict keys
   fix: assign to .language_model instead, before anything assigns 'model' (does the __init__ of a base class?)
-       or declare ReadOnlyAlias('language_model', on_write="forward") to replace the target by it, or model = Unaliased() for an attribute of its own""",
+       or declare ReadOnlyAlias('language_model', on_write="forward"), which replaces the target
+       or declare model = Unaliased() in a subclass, for an attribute of its own""",
     )
 
 
