@@ -23,6 +23,7 @@ _MODULE_NAME = re.compile(
     r"(.*_)?(model|lm|llm|decoder|encoder|transformer|backbone|thinker|talker|tower|visual|projector|connector|"
     r"layers?|blocks?|embeddings?|embed_tokens|head|norm|layernorm|attn|attention|mlp|experts|proj|module)"
 )
+_NO_MODULE_NAME = re.compile(r"(.*_)?(config|cfg|args|options)|(num|max|min|n)_.*")
 _MODULE_CLASS = re.compile(
     r".*(Module(List|Dict)?|Model|LM|LLM|ForCausalLM|ForConditionalGeneration|Decoder|Encoder|Transformer|Embeddings?|"
     r"Head|Linear|Norm|Layer|Block|Tower|Projector|Attention|MLP|Backbone|Net|Network|Sequential|Parameter|Conv\dd)"
@@ -148,7 +149,7 @@ class _View:
                 path = [home]
             else:
                 continue
-            target = ".".join(path)
+            target = _dotted(path)
             is_tie = "tie" in tests
             yield (
                 "SECOND_REGISTRATION",
@@ -156,7 +157,7 @@ class _View:
                 line,
                 f"self.{name} is self.{target}: nn.Module registers it under both names"
                 + (", here as a tie" if is_tie else ", and every key is there twice"),
-                f"{name} = ReadOnlyAlias({target!r}) in the class body, under GuardedSetattrMixin",
+                _declare(name, path),
                 {"severity": "info"} if is_tie else {},
             )
 
@@ -170,14 +171,13 @@ class _View:
             for node in ast.walk(function):
                 path = _self_path(node.value) if isinstance(node, ast.Return) and node.value else []
                 if path and path != [function.name] and self._is_module_path(path):
-                    target = ".".join(path)
                     yield (
                         "PROPERTY_ALIAS",
                         f"{self.cls.node.name}.{function.name}",
                         function.lineno,
-                        f"the property returns self.{target}; assigning a module to it goes round the property and "
+                        f"the property returns self.{_dotted(path)}; assigning a module to it goes round the property and "
                         "registers a second name",
-                        f"{function.name} = ReadOnlyAlias({target!r}), under GuardedSetattrMixin",
+                        _declare(function.name, path),
                         {},
                     )
                     break
@@ -219,9 +219,11 @@ class _View:
         if path[0] in seen:
             return False  # self.a = self.b; self.b = self.a
         seen = (*seen, path[0])
+        if any(_NO_MODULE_NAME.fullmatch(part) for part in path):
+            return False
         values = [value for c in self.lineage for value in c.values.get(path[0], [])]
         known = [value for value in values if not isinstance(value, ast.Name)]
-        if len(path) == 1:
+        if path[1:] in ([], ["[]"]):
             if known:
                 return any(self._is_module_value(value, path[0], seen) for value in known)
             return bool(_MODULE_NAME.fullmatch(path[0]))
@@ -290,6 +292,16 @@ def _self_path(node: ast.expr) -> list[str]:
             node = node.value
         else:
             return path[::-1] if _is_name(node, "self") else []
+
+
+def _dotted(path: list[str]) -> str:
+    return ".".join(path).replace(".[]", "[...]")
+
+
+def _declare(name: str, path: list[str]) -> str:
+    if "[]" in path:
+        return f"index self.{_dotted(path)} where it is used"
+    return f"{name} = ReadOnlyAlias({_dotted(path)!r}) in the class body, under GuardedSetattrMixin"
 
 
 def _drops(node: ast.If, name: str, value: str) -> bool:

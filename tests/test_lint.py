@@ -128,6 +128,8 @@ def test_second_registrations_are_found_however_they_are_written(lines):
         ("self.layers = nn.ModuleList([])", "self.num = len(self.layers)"),
         ("self.norm_eps = 1e-6", "self.norm = self.norm_eps"),
         ("self.a = self.b", "self.b = self.a"),
+        ("self.config = config", "self.layers = self.config.num_hidden_layers"),
+        ("self.attention_layers = config.attention_layers", "self.attention = self.attention_layers[0]"),
     ],
 )
 def test_what_registers_once_is_left_alone(lines):
