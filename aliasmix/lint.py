@@ -175,8 +175,8 @@ class _View:
                         "PROPERTY_ALIAS",
                         f"{self.cls.node.name}.{function.name}",
                         function.lineno,
-                        f"the property returns self.{_dotted(path)}; assigning a module to it goes round the property and "
-                        "registers a second name",
+                        f"the property returns self.{_dotted(path)}; assigning a module to it goes round the property "
+                        "and registers a second name",
                         _declare(function.name, path),
                         {},
                     )
