@@ -125,7 +125,7 @@ class _Pieces:
 
     def __init__(self, backend: Backend, bridges: BridgeBuffers | None, step: Step, num_rows: int) -> None:
         self.backend, self.bridges, self.step, self.num_rows = backend, bridges, step, num_rows
-        self.calls: list[Callable[[], None]] = []
+        self.calls: list[Callable[[], object]] = []
         self.num_breaks = 0
 
     def cross(self, fn: Callable[..., None], bound: inspect.BoundArguments) -> None:
@@ -172,7 +172,7 @@ class _Pieces:
 class Captured:
     """A forward as calls; running them in order is a replay. `output` is `(num_rows, hidden)`, overwritten by each."""
 
-    calls: list[Callable[[], None]]
+    calls: list[Callable[[], object]]
     output: Tensor
     num_breaks: int
     nbytes: int = 0

@@ -228,8 +228,8 @@ class GraphRunner:
         for bucket in reversed(ladder.sizes):
             try:
                 self._load_dummy(ladder, bucket)
-                with backend.warming(), crossing_scope(self._padded_eager(ladder, bucket)):
-                    hidden_states = self.forward(ladder.statics.views(bucket))
+                with backend.warming():
+                    hidden_states = self._run_padded(ladder, bucket)
             except torch.OutOfMemoryError as e:
                 self._drop_out_of_memory(ladder, bucket, e)
                 continue
@@ -265,20 +265,14 @@ class GraphRunner:
 
     def _capture_bucket(self, backend: Backend, ladder: _Ladder, bucket: int) -> Captured:
         assert ladder.output is not None
-        views, output = ladder.statics.views(bucket), ladder.output[:bucket]
+        output = ladder.output[:bucket]
         self._load_dummy(ladder, bucket)
         if self.plan.one_break:
-            crossing = self._padded_eager(ladder, bucket)
-
-            def whole_forward() -> None:
-                with crossing_scope(crossing):
-                    output.copy_(self.forward(views))
-
-            return Captured([whole_forward], output, 1)
+            return Captured([lambda: output.copy_(self._run_padded(ladder, bucket))], output, 1)
         captured = capture_forward(
             backend,
             self.forward,
-            views,
+            ladder.statics.views(bucket),
             output,
             self._step,
             pieces=ladder.mode == "piecewise",
@@ -382,14 +376,39 @@ class GraphRunner:
                 self._note_fallback(choice)
             self._runs[choice.mode] += 1
             if choice.bucket is None:
-                self._eager_num_tokens.fill_(num_tokens)
-                return self.forward({**inputs, "num_tokens": self._eager_num_tokens})
+                return self._run_unpadded(inputs, num_tokens)
             ladder = self._ladders["decode" if choice.mode == "full" else "prefill"]
             captured = ladder.captured[choice.bucket]
             self._load(ladder, inputs, num_tokens, choice.bucket)
             self._replay(captured)
             hidden_states = captured.output[:num_tokens]
             return hidden_states.clone() if clone else hidden_states
+
+    @torch.no_grad()
+    def run_eager(self, inputs: Mapping[str, Tensor], *, decode: bool = False) -> Tensor:
+        """Run one step eagerly, padded as `run` would pad it: what `run` must equal bitwise.
+
+        Only at equal size: eager without padding may pick another kernel and differ in the last bits. Arguments
+        and result are those of `run`; nothing is counted.
+        """
+        with self._alone():
+            num_tokens = count_tokens(inputs, self._specs["decode" if decode else "prefill"])
+            choice = self.can_run(num_tokens, decode=decode)
+            if choice.bucket is None:
+                return self._run_unpadded(inputs, num_tokens)
+            ladder = self._ladders["decode" if choice.mode == "full" else "prefill"]
+            self._load(ladder, inputs, num_tokens, choice.bucket)
+            return self._run_padded(ladder, choice.bucket)[:num_tokens]
+
+    def _run_unpadded(self, inputs: Mapping[str, Tensor], num_tokens: int) -> Tensor:
+        self._eager_num_tokens.fill_(num_tokens)
+        return self.forward({**inputs, "num_tokens": self._eager_num_tokens})
+
+    def _run_padded(self, ladder: _Ladder, bucket: int) -> Tensor:
+        """Eager on the static buffers as they are."""
+        crossing = PaddedEager(self._step, bucket) if ladder.mode == "piecewise" else None
+        with crossing_scope(crossing):
+            return self.forward(ladder.statics.views(bucket))
 
     def _replay(self, captured: Captured) -> None:
         for call in captured.calls:
@@ -404,10 +423,6 @@ class GraphRunner:
         self._fallbacks[choice.reason] += 1
         if self._fallbacks[choice.reason] == 1:
             warnings.warn(f"running {choice.mode}: {choice.reason}", GraphFallbackWarning, stacklevel=3)
-
-    def _padded_eager(self, ladder: _Ladder, bucket: int) -> PaddedEager | None:
-        """What break points meet in the eager forward that a replay of this bucket must equal."""
-        return PaddedEager(self._step, bucket) if ladder.mode == "piecewise" else None
 
     def _load_dummy(self, ladder: _Ladder, num_tokens: int) -> None:
         inputs = self.dummy(ladder.phase, num_tokens)

@@ -31,6 +31,16 @@ __all__ = ["Tape"]
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
+def _only_allocates(func: Any) -> bool:
+    return func.namespace == "aten" and func._schema.name.removeprefix("aten::") in _ALLOCATIONS
+
+
+def _only_views(func: Any) -> bool:
+    """By declaration. c10d's collectives declare no aliasing at all, though they write their arguments."""
+    returns = func._schema.returns
+    return bool(returns) and not func._schema.is_mutable and all(value.alias_info for value in returns)
+
+
 def _storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
@@ -192,9 +202,7 @@ class Tape:
             if self._owners.setdefault(_storage_key(tensor), self._recording) == self._recording:
                 self.nbytes += tensor.untyped_storage().nbytes()
             self._fresh.append(tensor)
-        is_view = bool(leaves) and not fresh and not func._schema.is_mutable
-        is_allocation = func.namespace == "aten" and func._schema.name.partition("::")[2] in _ALLOCATIONS
-        if not is_view and not is_allocation:
+        if not _only_allocates(func) and not _only_views(func):
             self._segment.ops.append(_Op(func, frozen_args, frozen_kwargs, fresh))
         return result
 

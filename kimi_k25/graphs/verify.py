@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .breaks import crossing_scope
 from .buffers import count_tokens
 from .errors import VerificationError
 
@@ -75,7 +74,7 @@ def verify(
             num_tokens, bucket, inputs = _load(runner, ladder, step)
             where = f"{ladder.phase} {num_tokens} tokens in bucket {bucket}"
             replayed = _replay(runner, ladder, bucket)
-            compare("L1", replayed, _padded_eager(runner, ladder, bucket), where, exact=True)
+            compare("L1", replayed, runner._run_padded(ladder, bucket), where, exact=True)
             if level >= 3:
                 real = {**inputs, "num_tokens": ladder.statics.num_tokens}
                 unpadded = runner.forward(real)
@@ -89,7 +88,7 @@ def verify(
                     num_tokens, bucket, _ = _load(runner, ladder, step)
                     _churn(runner.device)
                     replayed = _replay(runner, ladder, bucket)
-                    eager = _padded_eager(runner, ladder, bucket)
+                    eager = runner._run_padded(ladder, bucket)
                     compare("L2", replayed, eager, f"{ladder.phase} bucket {bucket}", exact=True)
     return counts
 
@@ -134,11 +133,6 @@ def _replay(runner: GraphRunner, ladder: _Ladder, bucket: int) -> Tensor:
     captured.output.fill_(float("nan"))
     runner._replay(captured)
     return captured.output.clone()
-
-
-def _padded_eager(runner: GraphRunner, ladder: _Ladder, bucket: int) -> Tensor:
-    with crossing_scope(runner._padded_eager(ladder, bucket)):
-        return runner.forward(ladder.statics.views(bucket)).clone()
 
 
 def _churn(device: torch.device) -> None:
