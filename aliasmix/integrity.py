@@ -1,5 +1,6 @@
 """Every integrity check in one place, for a CI step, a test or a loader. Adds nothing to its parts."""
 
+from aliasmix.checkpointcheck import check_checkpoint
 from aliasmix.difference import compare_keys, compare_tensors
 from aliasmix.manifest import Manifest, check_manifest, compare_manifests, write_manifest
 from aliasmix.modulecheck import assert_clean, check_module
@@ -11,6 +12,7 @@ __all__ = [
     "Manifest",
     "Report",
     "assert_clean",
+    "check_checkpoint",
     "check_manifest",
     "check_module",
     "compare_keys",
