@@ -35,26 +35,32 @@ class GuardedSetattrMixin(_Base):
     """
 
     _alias_table: ClassVar[Mapping[str, ReadOnlyAlias[Any]]] = {}
+    _guard_next: ClassVar[type] = object  # whose __setattr__ super() would find; super() itself takes another 0.06 us
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         check_order(cls)
-        table = aliases(cls)
-        check_table(cls, table)
-        cls._alias_table = table
+        check_table(cls, aliases(cls))
+        look_up_once(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
         table = type(self)._alias_table
         if name in table:
             table[name].__set__(self, value)
         else:
-            super().__setattr__(name, value)
+            type(self)._guard_next.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Tensor | nn.Module:
-        # nn.Module looks in `_modules` last. First, it makes up for the cost of this override.
-        modules = self.__dict__.get("_modules")
-        if modules is not None and name in modules:
-            return modules[name]  # type: ignore[no-any-return]
+        # What nn.Module.__getattr__ does, with `_modules` first: an override that called it for everything would be
+        # slower by another 0.1 us, and this one reads submodules faster than nn.Module does.
+        state = self.__dict__
+        if "_modules" in state:
+            if name in (modules := state["_modules"]):
+                return modules[name]  # type: ignore[no-any-return]
+            if name in (parameters := state["_parameters"]):
+                return parameters[name]  # type: ignore[no-any-return]
+            if name in (buffers := state["_buffers"]):
+                return buffers[name]  # type: ignore[no-any-return]
         table = type(self)._alias_table
         if name in table:  # the alias has failed, and Python has dropped its AttributeError
             raise AttributeError(table[name].explain(self))
@@ -67,6 +73,13 @@ class GuardedSetattrMixin(_Base):
             table[name].__set__(self, module)
         else:
             super().add_module(name, module)
+
+
+def look_up_once(cls: type[GuardedSetattrMixin]) -> None:
+    """Looks up what every write needs, when the class is made or has changed."""
+    cls._alias_table = aliases(cls)
+    after = cls.__mro__[cls.__mro__.index(GuardedSetattrMixin) + 1 :]
+    cls._guard_next = next(base for base in after if "__setattr__" in vars(base))
 
 
 def check_order(cls: type) -> None:

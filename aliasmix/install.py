@@ -12,7 +12,7 @@ from torch import nn
 
 from aliasmix.alias import OnWrite, ReadOnlyAlias, aliases
 from aliasmix.errors import AliasDefinitionError
-from aliasmix.guard import GuardedSetattrMixin, check_table
+from aliasmix.guard import GuardedSetattrMixin, check_table, look_up_once
 
 
 def install_alias(
@@ -64,7 +64,7 @@ def install_alias(
                 setattr(cls, method, _alias_first(vars(cls)[method]))
     setattr(cls, name, alias)
     for changed in _with_subclasses(cls):
-        changed._alias_table = aliases(changed)
+        look_up_once(changed)
     return alias
 
 
