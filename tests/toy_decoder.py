@@ -102,6 +102,10 @@ class Toy:
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         return self.decoder(inputs, self.step)
 
+    def random(self, num_rows: int, seed: int) -> Tensor:
+        generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
+        return torch.randn(num_rows, HIDDEN, generator=generator)
+
     def prefill(self, *lengths: int, seed: int = 0, past: int = 0) -> dict[str, Tensor]:
         """A step of new sequences, or of the next chunk of one that has `past` tokens in the cache."""
         num_tokens = sum(lengths)
@@ -111,14 +115,14 @@ class Toy:
             self.step.sequences.append((start, start + length, list(range(first, first + past + length))))
             start += length
         slots = torch.arange(1 + past, 1 + past + num_tokens)
-        embeds = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
+        embeds = self.random(num_tokens, seed)
         return {"inputs_embeds": embeds, "slot_mapping": slots}
 
     def decode(self, num_seqs: int, seed: int = 0) -> dict[str, Tensor]:
         """One token for each of `num_seqs` sequences of 3, 4, 5, ... tokens that share the first slots."""
         tables = torch.arange(1, 9).repeat(num_seqs, 1)
         seq_lens = 3 + torch.arange(num_seqs)
-        embeds = torch.randn(num_seqs, HIDDEN, generator=torch.Generator().manual_seed(seed))
+        embeds = self.random(num_seqs, seed)
         self.step.sequences = [(row, row + 1, list(range(1, 4 + row))) for row in range(num_seqs)]
         return {"inputs_embeds": embeds, "slot_mapping": seq_lens + 20, "tables": tables, "seq_lens": seq_lens}
 
