@@ -151,8 +151,8 @@ class Report:
         lines.append((found or "clean") + (f"; {numbers}" if numbers else ""))
         return "\n".join(lines)
 
-    def to_json(self) -> str:
-        """Returns the report as JSON: `{"schema": 1, "ok": ..., "stats": {...}, "findings": [...]}`."""
+    def to_json(self, **extra: object) -> str:
+        """Returns the report as JSON: `{"schema": 1, "ok": ..., "stats": {...}, "findings": [...]}`, then `extra`."""
         found = [
             {
                 "code": f.code,
@@ -165,7 +165,8 @@ class Report:
             | ({"file": f.file, "line": f.line} if f.file else {})
             for f in self.findings
         ]
-        return json.dumps({"schema": 1, "ok": self.ok, "stats": self.stats, "findings": found}, indent=1)
+        head = {"schema": 1, "ok": self.ok, "stats": self.stats, "findings": found}
+        return json.dumps(head | extra, indent=1)
 
     def to_github(self) -> str:
         """Returns the report as GitHub Actions annotations, one a line."""
