@@ -35,7 +35,7 @@ class GuardedSetattrMixin(_Base):
     """
 
     _alias_table: ClassVar[Mapping[str, ReadOnlyAlias[Any]]] = {}
-    _guard_next: ClassVar[type] = object  # whose __setattr__ super() would find; super() itself takes another 0.06 us
+    _guard_next: ClassVar[Any] = object  # whose __setattr__ super() would find; super() itself takes another 0.06 us
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

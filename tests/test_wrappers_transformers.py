@@ -1,4 +1,4 @@
-"""Aliases on other people's multimodal wrappers, and the same wrapper written by hand, under what people do to models."""
+"""Aliases on multimodal wrappers of transformers, and the same by hand, under what people do to models."""
 
 import copy
 import os
