@@ -137,3 +137,12 @@ def test_what_is_cached_at_the_first_call_may_wait():
         return x * cache["scale"]
 
     assert will_it_capture(forward, X)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_wait_inside_a_composite_operator_is_seen_in_inference_mode_too(mode):
+    with mode():
+        report = will_it_capture(lambda: torch.allclose(X.view(2, 3).t().reshape(-1), X))
+
+    assert len(report.issues) == 1
+    assert report.num_ops > 3

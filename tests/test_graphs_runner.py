@@ -449,3 +449,11 @@ def test_verification_sees_a_state_dict_that_grew():
 
     with pytest.raises(VerificationError, match="state_dict has other keys than before the capture"):
         runner.verify(0)
+
+
+def test_inference_mode_changes_nothing():
+    toy = Toy()
+    with torch.inference_mode():
+        runner = toy.runner(decode=BucketPolicy.decode(2))
+        assert runner.verify(2)
+        assert replayed_equals_eager(runner, toy, toy.prefill(7))

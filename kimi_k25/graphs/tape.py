@@ -202,7 +202,7 @@ class Tape:
             if self._owners.setdefault(_storage_key(tensor), self._recording) == self._recording:
                 self.nbytes += tensor.untyped_storage().nbytes()
             self._fresh.append(tensor)
-        if not _only_allocates(func) and not _only_views(func):
+        if not _only_allocates(func) and (fresh or not _only_views(func)):
             self._segment.ops.append(_Op(func, frozen_args, frozen_kwargs, fresh))
         return result
 

@@ -196,4 +196,11 @@ class _OperatorWatch(TorchDispatchMode):
         self.watch = watch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.watch.operator(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if self.watch.active and torch.is_inference_mode_enabled():
+            # Inference mode hands composite operators over whole; a wait may hide inside.
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return self.watch.operator(func, args, kwargs)
