@@ -87,6 +87,9 @@ class ChatTemplate:
         """
         variables: dict[str, Any] = {"messages": messages, "thinking": thinking}
         if tools:
+            for i, tool in enumerate(tools):
+                if not isinstance(tool, Mapping):
+                    raise ValueError(f"tools[{i}] is {tool!r:.60}; an object is expected")
             variables["tools"] = sort_keys(_plain(tools, "tools"))
             if (declaration := declare_tools(variables["tools"])) is not None:
                 variables["tools_ts_str"] = declaration

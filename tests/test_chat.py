@@ -324,6 +324,11 @@ def test_message_that_is_not_json_is_named(content, message):
         TEMPLATE.render(user(content))
 
 
+def test_tool_that_is_no_object_is_named():
+    with pytest.raises(ValueError, match=r"tools\[0\] is 'f'; an object is expected"):
+        TEMPLATE.render(user("hi"), tools=["f"])  # type: ignore[list-item]
+
+
 def test_endlessly_nested_message_is_refused():
     content: list = []
     content.append(content)
