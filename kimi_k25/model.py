@@ -77,7 +77,7 @@ class KimiK25ForConditionalGeneration(GuardedSetattrMixin, nn.Module):
         if features is None:
             return embeds
         place = is_media.cumsum(0).sub(1).clamp(min=0)
-        return torch.where(is_media[:, None], features.to(embeds.dtype)[place], embeds)
+        return torch.where(is_media[:, None], features.to(embeds.dtype).index_select(0, place), embeds)
 
     def forward(
         self,

@@ -7,6 +7,8 @@ Source: Moonshot's modeling_kimi_k25; Kimi-VL, arXiv 2504.07491.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,12 +23,29 @@ LAYER_NORM_EPS = 1e-5
 Grid = tuple[int, int, int]
 
 
-def items_by_grid(grids: list[Grid]) -> dict[Grid, list[int]]:
-    """Which items have which grid. Equal ones are computed together: a batch has far fewer grids than items."""
-    items: dict[Grid, list[int]] = {}
-    for item, grid in enumerate(grids):
-        items.setdefault(grid, []).append(item)
-    return items
+def rows_by_grid(grids: list[Grid], lengths: list[int]) -> dict[Grid, Tensor]:
+    """Where the items of each grid lie in a packed tensor, so that equal ones are computed together.
+
+    A batch has far fewer grids than items.
+
+    Args:
+        lengths: Rows of each item.
+
+    Returns:
+        Row numbers, (number of items, rows of one), on the CPU.
+    """
+    starts: dict[Grid, list[int]] = {}
+    length_of = dict(zip(grids, lengths, strict=True))
+    for grid, start in zip(grids, itertools.accumulate([0, *lengths[:-1]]), strict=True):
+        starts.setdefault(grid, []).append(start)
+    return {grid: torch.tensor(s)[:, None] + torch.arange(length_of[grid]) for grid, s in starts.items()}
+
+
+def in_row_order(parts: list[Tensor], rows: dict[Grid, Tensor]) -> Tensor:
+    """Puts rows that were computed grid by grid, one part a grid, back into their packed order."""
+    packed = torch.cat(parts)
+    order = torch.cat([r.flatten() for r in rows.values()]).to(packed.device)
+    return torch.empty_like(packed).index_copy_(0, order, packed)
 
 
 class VisionPositionEmbedding(nn.Module):
@@ -60,17 +79,16 @@ class VisionPositionEmbedding(nn.Module):
             ValueError: An item has more frames than the model was made for.
         """
         tables = {size: self.resampled(*size) for size in {grid[1:] for grid in grids}}
-        parts: list[Tensor] = [self.weight] * len(grids)
-        for (frames, height, width), items in items_by_grid(grids).items():
+        rows = rows_by_grid(grids, [t * h * w for t, h, w in grids])
+        parts = []
+        for (frames, height, width), items in rows.items():
             table = tables[height, width]
             if frames > self.max_frames:
                 raise ValueError(f"a media item has {frames} frames; the model takes at most {self.max_frames}")
             if frames > 1:  # An image gets no frame sinusoids at all, not those of frame 0.
                 table = (table + self.frame_sinusoids(frames)).flatten(0, 1)
-            # One gradient a grid, not one an item.
-            for item, part in zip(items, table.expand(len(items), -1, -1).unbind(), strict=True):
-                parts[item] = part
-        return torch.cat(parts)
+            parts.append(table.expand(len(items), -1, -1).flatten(0, 1))
+        return in_row_order(parts, rows)
 
 
 class PatchEmbedding(nn.Module):
@@ -162,15 +180,13 @@ def merge_patches(x: Tensor, grids: list[Grid], merge: tuple[int, int]) -> Tenso
     Returns:
         (num_media_tokens, merge[0] * merge[1], dim).
     """
-    patches = x.split([t * h * w for t, h, w in grids])
-    tokens = list(patches)
-    for (t, h, w), items in items_by_grid(grids).items():
-        frames = torch.stack([patches[item] for item in items])
-        windows = frames.unflatten(1, (t, h // merge[0], merge[0], w // merge[1], merge[1])).mean(1)
-        merged = windows.transpose(2, 3).flatten(3, 4).flatten(1, 2)
-        for item, part in zip(items, merged.unbind(), strict=True):
-            tokens[item] = part
-    return torch.cat(tokens)
+    rows = rows_by_grid(grids, [t * h * w for t, h, w in grids])
+    grouped = x.index_select(0, torch.cat([r.flatten() for r in rows.values()]).to(x.device))
+    parts = []
+    for (t, h, w), patches in zip(rows, grouped.split([r.numel() for r in rows.values()]), strict=True):
+        windows = patches.unflatten(0, (-1, t, h // merge[0], merge[0], w // merge[1], merge[1])).mean(1)
+        parts.append(windows.transpose(2, 3).flatten(3, 4).flatten(0, 2))
+    return in_row_order(parts, rows_by_grid(grids, [h * w // (merge[0] * merge[1]) for _, h, w in grids]))
 
 
 class MoonViT3d(nn.Module):

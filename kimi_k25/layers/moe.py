@@ -146,9 +146,10 @@ class MixtureOfExperts(nn.Module):
             is_padding = (torch.arange(x.shape[0], device=x.device) >= num_tokens)[:, None]
             topk_ids = topk_ids.masked_fill(is_padding, self.experts.num_experts)
         order, offsets = sort_by_expert(topk_ids, self.experts.num_experts)
-        rows = self.experts(x[order // topk_ids.shape[1]], offsets)
+        # index_select, not x[...]: the gradient adds rows in place instead of sorting them first.
+        rows = self.experts(x.index_select(0, order // topk_ids.shape[1]), offsets)
         place = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
-        outputs = rows[place].unflatten(0, topk_ids.shape).float()  # (T, K, H)
+        outputs = rows.index_select(0, place).unflatten(0, topk_ids.shape).float()  # (T, K, H)
         if num_tokens is not None:
             outputs = outputs.masked_fill(is_padding[..., None], 0.0)  # No group computed them.
         out = (outputs * topk_weights[..., None]).sum(1).to(x.dtype)

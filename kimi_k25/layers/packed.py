@@ -48,13 +48,18 @@ def packed_attention(
     if cu_seqlens.shape[0] == 2:
         out = attend(q[None], k[None], v[None], None, causal=causal, scale=scale)
         return out[0]
-    index = padded_index(cu_seqlens[:-1], max_seqlen, num_tokens)
+    num_seqs, place = cu_seqlens.shape[0] - 1, packed_index(cu_seqlens, max_seqlen, num_tokens)
+
+    def pad(x: Tensor) -> Tensor:
+        # Every token has one place, so the gradient is a plain gather; that of x[index] would sort and add.
+        return x.new_zeros(num_seqs * max_seqlen, *x.shape[1:]).index_copy_(0, place, x).unflatten(0, (num_seqs, -1))
+
     mask = None
     if not causal:  # A causal token never sees the padding behind it.
         lengths = cu_seqlens.diff()
         mask = (torch.arange(max_seqlen, device=q.device) < lengths[:, None])[:, None, None, :]
-    out = attend(q[index], k[index], v[index], mask, causal=causal, scale=scale)
-    return out.flatten(0, 1)[packed_index(cu_seqlens, max_seqlen, num_tokens)]
+    out = attend(pad(q), pad(k), pad(v), mask, causal=causal, scale=scale)
+    return out.flatten(0, 1).index_select(0, place)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool = False, scale: float) -> Tensor:
