@@ -26,13 +26,14 @@ class ReadOnlyAlias(Generic[T]):
 
     Example:
         >>> from torch import nn
+        >>> from aliasmix import GuardedSetattrMixin, ReadOnlyAlias
         >>> class Wrapper(GuardedSetattrMixin, nn.Module):
         ...     model = ReadOnlyAlias("language_model")
         ...     def __init__(self):
         ...         super().__init__()
         ...         self.language_model = nn.Linear(2, 2)
         >>> wrapper = Wrapper()
-        >>> wrapper.model = wrapper.model        # what a served engine may do: nothing happens
+        >>> wrapper.model = wrapper.model  # as serving engines do: nothing happens
         >>> list(wrapper.state_dict())
         ['language_model.weight', 'language_model.bias']
 
@@ -83,11 +84,12 @@ class ReadOnlyAlias(Generic[T]):
         self._has_warned = False
 
     def __set_name__(self, owner: type, name: str) -> None:
-        if issubclass(owner, nn.Module) and not hasattr(owner, "_alias_table"):
-            bases = ", ".join(base.__name__ for base in owner.__bases__)
+        if not hasattr(owner, "_alias_table"):
+            bases = ", ".join(base.__name__ for base in owner.__bases__ if base is not object)
+            guarded = f"class {owner.__name__}(GuardedSetattrMixin{bases and ', '}{bases})"
             raise AliasDefinitionError(
                 f"{owner.__name__}.{name} is an alias without a guard: `self.{name} = self.{self.target}` would "
-                f"register the module twice; write `class {owner.__name__}(GuardedSetattrMixin, {bases})`"
+                f"register the module twice; write `{guarded}`"
             )
         self.owner, self.name = owner, name
 

@@ -500,6 +500,17 @@ def test_alias_without_the_guard_is_refused_with_the_corrected_line():
     )
 
 
+def test_alias_in_a_class_that_is_no_module_needs_the_guard_too():
+    def body():
+        class HasModel:
+            model = ReadOnlyAlias("language_model")
+
+    assert_text(
+        definition_error(body),
+        """HasModel.model is an alias without a guard: `self.model = self.language_model` would register the module twice; write `class HasModel(GuardedSetattrMixin)`""",
+    )
+
+
 def test_alias_of_itself_is_refused():
     def body():
         class Wrapper(GuardedSetattrMixin, nn.Module):
@@ -566,11 +577,11 @@ def test_subclass_inherits_retargets_and_merges_aliases():
     assert keys(module) == keys(Plain())
 
 
-def test_alias_in_a_class_that_is_no_module_works_once_the_guard_is_there():
-    class HasModel:
+def test_alias_in_a_class_that_is_no_module_works_in_a_wrapper():
+    class HasModel(GuardedSetattrMixin):
         model = ReadOnlyAlias("language_model")
 
-    class Wrapper(HasModel, GuardedSetattrMixin, Plain):
+    class Wrapper(HasModel, Plain):
         pass
 
     module = Wrapper()
@@ -606,12 +617,10 @@ def test_is_guarded_is_found_out_by_trying():
         def __setattr__(self, name, value):
             nn.Module.__setattr__(self, name, value)
 
-    class HasModel:
-        model = ReadOnlyAlias("language_model")
-
-    class Unguarded(HasModel, Plain):
+    class Unguarded(Plain):
         pass
 
+    Unguarded.model = ReadOnlyAlias("language_model")  # too late for __set_name__: install_alias is the way
     guarded = ignoring()
     for cls in (Guarded, Forwarding, HandWritten, type(guarded)):
         assert is_guarded(cls, "model")

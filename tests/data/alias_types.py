@@ -55,7 +55,7 @@ def write(wrapper: Wrapper, own: Own) -> None:
 ReadOnlyAlias("language_model", on_write="warn")  # error
 install_alias(LM, "layers", "model.layers", expect=nn.ModuleList)
 install_alias(LM, "layers", "model.layers", on_write="warn")  # error
-aliasmix.check_everything  # error
+print(aliasmix.check_everything)  # error
 
 
 class WrongOrder(nn.Module, GuardedSetattrMixin): ...  # error
