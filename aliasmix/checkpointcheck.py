@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from aliasmix.collection import paused_collection
 from aliasmix.difference import compare_tensors
 from aliasmix.manifest import Manifest, StrPath
 from aliasmix.names import fold, is_under, parse_rule, replace_prefix
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 Tensors = Mapping[str, TensorInfo]
 
 
+@paused_collection()
 def check_checkpoint(
     reference: nn.Module | Manifest | StrPath, path: StrPath, *, rename: Collection[str] = ()
 ) -> Report:

@@ -187,10 +187,12 @@ def _manifest(args: argparse.Namespace) -> int:
 
 def _inspect(args: argparse.Namespace) -> int:
     from aliasmix.checkpointcheck import index_findings
+    from aliasmix.collection import paused_collection
     from aliasmix.report import Report
     from aliasmix.tensorinfo import scan_checkpoint
 
-    checkpoint = scan_checkpoint(args.path)
+    with paused_collection():
+        checkpoint = scan_checkpoint(args.path)
     tables: dict[str, dict[str, list[int]]] = {"dtype": {}, "prefix": {}}
     for name, info in checkpoint.tensors.items():
         for column, key in (("dtype", info.dtype), ("prefix", ".".join(name.split(".")[:2]))):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aliasmix.collection import paused_collection
 from aliasmix.difference import compare_keys
 from aliasmix.errors import UnreadableFileError
 from aliasmix.names import natural_key
@@ -76,6 +77,7 @@ class Manifest:
         )
 
     @classmethod
+    @paused_collection()
     def read(cls, path: StrPath) -> Manifest:
         """Reads a manifest.
 
@@ -101,6 +103,7 @@ class Manifest:
         class_name = _expect(path, content, "class", str, "")
         return cls(tensors, class_name, buffers, [tuple(group) for group in ties], aliases)
 
+    @paused_collection()
     def to_json(self) -> str:
         """Returns the file's content: sorted, one key a line, the same for the same keys wherever it is made."""
         def block(entries: Collection[str], brackets: str) -> str:
@@ -156,6 +159,7 @@ def check_manifest(
     return Report(compare_manifests(reference, current, allow_added), {"keys": len(current.tensors)})
 
 
+@paused_collection()
 def manifest_of(source: nn.Module | StrPath) -> Manifest:
     """Returns the manifest of a module, or of a checkpoint's file or folder."""
     if isinstance(source, (str, os.PathLike)):
@@ -165,6 +169,7 @@ def manifest_of(source: nn.Module | StrPath) -> Manifest:
     return Manifest.of_module(source)
 
 
+@paused_collection()
 def compare_manifests(
     reference: Manifest, current: Manifest, allow_added: Collection[str] = ()
 ) -> list[Finding]:
