@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from typing import Any
@@ -135,7 +136,9 @@ class SandboxedTemplate:
             tree = environment.parse(source)
             _Metering(literal).visit(tree)
             tree.set_environment(environment)
-            self._code = environment.compile(tree)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SyntaxWarning)  # of 1[:2] and the like; running it says so better
+                self._code = environment.compile(tree)
         except jinja2.TemplateSyntaxError as e:
             raise jinja2.TemplateError(f"line {e.lineno}: {e.message}") from None
         except (RecursionError, MemoryError):

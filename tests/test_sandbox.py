@@ -166,6 +166,7 @@ def test_branching_recursion_ends_by_the_clock(monkeypatch):
         ("a\n{{ 1 + 'a' }}", "line 2: TypeError: unsupported operand"),
         ("a\n{{ raise_exception('roles must alternate') }}", "line 2: refuses these messages: roles must alternate"),
         ("a\n{% for %}", "line 2: "),
+        ("{{ 1[:2] }}", "TypeError: 'int' object is not subscriptable"),
         ("{{ range }}", "prints or collects a function; plain values are expected"),
         ("{{ m.items() }}", "prints or collects a dict_items; plain values are expected"),
     ],
