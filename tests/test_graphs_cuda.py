@@ -197,8 +197,6 @@ def test_bridges_are_allocated_outside_the_capture(cuda, backend):
 
 # -- on a GPU
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
-
 
 @pytest.fixture
 def cuda_toy():
@@ -208,7 +206,6 @@ def cuda_toy():
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("bridges", ["shared", "per_layer"])
 def test_replays_on_a_gpu_equal_eager_in_every_bucket_order(cuda_toy, bridges):
     runner = cuda_toy.runner(backend="cuda", decode=BucketPolicy.decode(4), bridges=bridges)
@@ -219,7 +216,6 @@ def test_replays_on_a_gpu_equal_eager_in_every_bucket_order(cuda_toy, bridges):
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_a_second_runner_on_a_gpu_works_after_the_first_is_closed(cuda_toy):
     for _ in range(2):
         with cuda_toy.runner(backend="cuda") as runner:

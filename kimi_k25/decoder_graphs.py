@@ -1,0 +1,122 @@
+"""The decoder run through graphs over one cache, and called as the decoder itself is. Knows no prompt and no text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from .graphs import GraphPlan, GraphRunner, InputSpec, resolve_decoder
+from .layers.kv_cache import AttentionBatch, CachedSequence, CacheStep, PagedKVCache
+
+
+class GraphedDecoder:
+    """A decoder whose prefill runs in pieces around attention, and whose decode runs in full graphs.
+
+    The graphs hold the addresses of the cache and of every weight, so one of these lives as long as its cache.
+
+    Args:
+        model: the wrapper or anything in it that leads to the decoder.
+        cache: what all steps append to. `capture` needs it empty.
+        plan: what to capture.
+    """
+
+    def __init__(self, model: nn.Module, cache: PagedKVCache, plan: GraphPlan | None = None) -> None:
+        self.cache = cache
+        self.decoder = resolve_decoder(model)
+        self._hidden_size, self._dtype = self.decoder.norm.weight.shape[0], cache.layers.dtype
+        empty = torch.zeros(0, dtype=torch.int32, device=cache.layers.device)
+        # The one step object that captured attention calls hold: `__call__` rewrites its fields, never itself.
+        self._cache_step = CacheStep(
+            layers=cache.layers,
+            slot_mapping=empty,
+            block_table=empty,
+            seq_lens=empty,
+            max_kv_len=0,
+            has_prefix=False,
+            is_decode=False,
+        )
+        self._batch = AttentionBatch(
+            positions=empty, cu_seqlens=empty, max_seqlen=0, num_query_tokens=0, cache=self._cache_step
+        )
+        self.runner = GraphRunner(
+            self._forward,
+            model,
+            inputs={
+                "inputs_embeds": InputSpec((self._hidden_size,), self._dtype),
+                "positions": InputSpec((), torch.int64),
+                "slot_mapping": InputSpec((), torch.int64, pad=0),  # page 0 takes what padding rows write
+            },
+            decode_inputs={
+                "block_table": InputSpec((cache.max_pages_per_seq,), torch.int32),
+                "seq_lens": InputSpec((), torch.int32, pad=1),  # never an empty row: its softmax would be NaN
+            },
+            dummy=self._dummy,
+            plan=plan,
+            watch={"kv_cache": lambda: self.cache.layers},
+        )
+
+    def __call__(self, inputs_embeds: Tensor, batch: AttentionBatch) -> Tensor:
+        """Hidden states after the final norm, (num_tokens, hidden_size); arguments as DeepseekV3Model.forward has them.
+
+        Raises:
+            ValueError: the step is of another cache.
+        """
+        decode = batch.cache is not None and batch.cache.is_decode
+        return self.runner.run(self._inputs(inputs_embeds, batch), decode=decode)
+
+    def run_eager(self, inputs_embeds: Tensor, batch: AttentionBatch) -> Tensor:
+        """The same eagerly, at the same padded size: what a replay must equal bitwise."""
+        decode = batch.cache is not None and batch.cache.is_decode
+        return self.runner.run_eager(self._inputs(inputs_embeds, batch), decode=decode)
+
+    def _inputs(self, inputs_embeds: Tensor, batch: AttentionBatch) -> dict[str, Tensor]:
+        """The step's tensors for the graphs; what only the eager attention reads goes into the held step object."""
+        if batch.cache is None or batch.cache.layers is not self.cache.layers:
+            raise ValueError("the step is not one of this decoder's cache; make it with its cache.step(...)")
+        held, step = self._batch, batch.cache
+        held.cu_seqlens, held.max_seqlen, held.num_query_tokens = (
+            batch.cu_seqlens,
+            batch.max_seqlen,
+            batch.num_query_tokens,
+        )
+        self._cache_step.block_table, self._cache_step.seq_lens = step.block_table, step.seq_lens
+        self._cache_step.max_kv_len, self._cache_step.has_prefix = step.max_kv_len, step.has_prefix
+        inputs = {
+            "inputs_embeds": inputs_embeds,
+            "positions": batch.positions,
+            "slot_mapping": step.slot_mapping,
+        }
+        if step.is_decode:
+            inputs |= {"block_table": step.block_table, "seq_lens": step.seq_lens}
+        return inputs
+
+    def _forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        self._batch.positions, self._batch.num_tokens = inputs["positions"], inputs["num_tokens"]
+        self._cache_step.slot_mapping = inputs["slot_mapping"]
+        self._cache_step.is_decode = "seq_lens" in inputs
+        if self._cache_step.is_decode:
+            self._cache_step.block_table, self._cache_step.seq_lens = inputs["block_table"], inputs["seq_lens"]
+        return self.decoder(inputs["inputs_embeds"], self._batch)
+
+    def _dummy(self, phase: Literal["prefill", "decode"], num_tokens: int) -> dict[str, Tensor]:
+        """A step of sequences that are gone afterwards; decode steps have three tokens behind them."""
+        longest = self.cache.max_pages_per_seq * self.cache.page_size
+        lengths = [1] * num_tokens
+        if phase == "prefill":
+            lengths = [longest] * (num_tokens // longest) + [num_tokens % longest] * bool(num_tokens % longest)
+        sequences = [CachedSequence() for _ in lengths]
+        try:
+            if phase == "decode":
+                self.cache.step(sequences, [3] * num_tokens)
+            batch = self.cache.step(sequences, lengths)
+        finally:
+            for sequence in sequences:
+                self.cache.release(sequence)
+        generator = torch.Generator(self.cache.layers.device).manual_seed(num_tokens)
+        embeds = torch.randn(
+            num_tokens, self._hidden_size, generator=generator, device=self.cache.layers.device, dtype=self._dtype
+        )
+        return self._inputs(embeds, batch)
