@@ -19,6 +19,19 @@ def fold_alias_keys(
 ) -> dict[str, Any]:
     """Renames keys that go through an alias of `module` or of a module inside it to the keys that `module` has.
 
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from aliasmix import GuardedSetattrMixin, ReadOnlyAlias, fold_alias_keys
+        >>> class Wrapper(GuardedSetattrMixin, nn.Module):
+        ...     model = ReadOnlyAlias("language_model")
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.language_model = nn.Linear(2, 2, bias=False)
+        >>> fold_alias_keys({"model.weight": torch.zeros(2, 2)}, Wrapper())
+        {'language_model.weight': tensor([[0., 0.],
+                [0., 0.]])}
+
     Args:
         state_dict: A checkpoint; it is not changed, and its tensors are not copied.
         module: What the checkpoint is for.

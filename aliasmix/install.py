@@ -30,6 +30,19 @@ def install_alias(
     The mixin becomes the class's first base, so subclasses, earlier and later ones, and existing instances are
     guarded too. A __setattr__ or add_module of the class's own is asked only about names that are no alias.
 
+    Example:
+        >>> from torch import nn
+        >>> from aliasmix import install_alias
+        >>> class TheirWrapper(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.language_model = nn.Linear(2, 2)
+        >>> alias = install_alias(TheirWrapper, "model", "language_model")
+        >>> wrapper = TheirWrapper()
+        >>> wrapper.model = wrapper.model
+        >>> list(wrapper.state_dict())
+        ['language_model.weight', 'language_model.bias']
+
     Args:
         cls: The class; a property of that name in it is replaced.
         name: The alias's name.

@@ -54,6 +54,16 @@ def trace_registrations() -> Iterator[list[Registration]]:
     Modules that were registered before the block count as the first; a module that two unrelated trees share does not
     count.
 
+    Example:
+        >>> from torch import nn
+        >>> from aliasmix import trace_registrations
+        >>> wrapper = nn.Module()
+        >>> wrapper.language_model = nn.Linear(2, 2)
+        >>> with trace_registrations() as found:
+        ...     wrapper.model = wrapper.language_model
+        >>> print(found[0].name, found[0].also)
+        model ('Module.language_model',)
+
     Yields:
         A list that is empty until the block ends, and then has one entry for each further name of a module.
     """

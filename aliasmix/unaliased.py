@@ -18,6 +18,18 @@ else:
         """An ordinary attribute again: `model = Unaliased()` in the subclass, then `self.model = ...` registers.
 
         A plain `model = None` in the class body would not do: a class attribute hides the registered module.
+
+        Example:
+            >>> from torch import nn
+            >>> from aliasmix import GuardedSetattrMixin, ReadOnlyAlias, Unaliased
+            >>> class Base(GuardedSetattrMixin, nn.Module):
+            ...     model = ReadOnlyAlias("language_model")
+            >>> class Derived(Base):
+            ...     model = Unaliased()
+            >>> derived = Derived()
+            >>> derived.model = nn.Linear(2, 2)
+            >>> list(derived.state_dict())
+            ['model.weight', 'model.bias']
         """
 
         def __set_name__(self, owner, name):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import shlex
 import subprocess
@@ -160,7 +161,7 @@ def main() -> None:
         cpu = cpus[0] if cpus else "unknown CPU"
         result = {
             "date": datetime.now(UTC).date().isoformat(),
-            "machine": f"{cpu}, {platform.system()}",
+            "machine": f"{cpu}, {os.cpu_count()} cores, {platform.system()}",
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
             "commit": commit,
             "command": shlex.join(["python", *sys.argv]),

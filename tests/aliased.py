@@ -1,5 +1,9 @@
 """The wrapper that most alias tests are about, once for each way to give its language model a second name."""
 
+import os
+from contextlib import contextmanager
+from unittest import mock
+
 import torch
 from torch import nn
 
@@ -99,3 +103,14 @@ def walk(module):
         "children": [name for name, _ in module.named_children()],
         "registered": list(module._modules),
     }
+
+
+@contextmanager
+def one_gloo_rank():
+    """A process group of this process alone, on the loopback device and without a port; yields its mesh."""
+    with mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"):
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    finally:
+        torch.distributed.destroy_process_group()

@@ -2,11 +2,10 @@
 
 import copy
 import io
-import socket
 
 import pytest
 import torch
-from aliased import NUM_KEYS, Duplicate, Guarded, LanguageModel, Plain, keys, walk
+from aliased import NUM_KEYS, Duplicate, Guarded, LanguageModel, Plain, keys, one_gloo_rank, walk
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from torch.func import functional_call, stack_module_state
@@ -151,24 +150,18 @@ def test_safetensors_keeps_the_registered_name_where_a_duplicate_keeps_the_alpha
 
 @pytest.fixture
 def one_rank():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+    with one_gloo_rank() as mesh:
+        yield mesh
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_fsdp2_shards_runs_and_gathers_an_aliased_wrapper(wrapper, one_rank):
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (1,))
     for layer in wrapper.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(wrapper, mesh=mesh)
+        fully_shard(layer, mesh=one_rank)
+    fully_shard(wrapper, mesh=one_rank)
 
     wrapper.model = wrapper.model
     with pytest.raises(AliasWriteError):

@@ -3,11 +3,10 @@
 import copy
 import os
 import pickle
-import socket
 
 import pytest
 import torch
-from aliased import walk
+from aliased import one_gloo_rank, walk
 from torch import nn
 from torch.func import functional_call
 
@@ -251,6 +250,8 @@ def test_saved_model_loads_completely_and_into_the_original(case, tmp_path):
 
 def test_ties_are_kept(case):
     assert ties(case.module) == ties(case.original)
+    if isinstance(case.module, (AliasedLlava, AliasedGemma3, AliasedBlip)):
+        assert ties(case.module)
 
 
 @pytest.mark.parametrize("travel", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
@@ -300,7 +301,7 @@ def test_accelerate_finds_the_ties_and_the_device_map_of_the_original(case):
 
     def device_map(module):
         size = sum(p.numel() * 4 for p in module.parameters())
-        return accelerate.infer_auto_device_map(module, max_memory={0: size // 2, "cpu": 10 * size})
+        return accelerate.infer_auto_device_map(module, max_memory={"cpu": size // 2, "disk": 10 * size})
 
     assert device_map(case.module) == device_map(case.original)
     assert accelerate.utils.find_tied_parameters(case.module) == accelerate.utils.find_tied_parameters(case.original)
@@ -320,14 +321,21 @@ def test_peft_adds_the_adapters_of_the_original(case):
     assert found == adapters(case.original)
 
 
+def test_accelerate_offloads_and_dispatches_through_the_alias(case):
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    expected = TextOnly(case.original, getattr(type(case.module), case.alias).target)(IDS)
+
+    for prepare in (accelerate.cpu_offload, lambda m: accelerate.dispatch_model(m, device_map={"": "cpu"})):
+        module = copy.deepcopy(case.module)
+        prepare(module)
+        assert torch.equal(TextOnly(module, case.alias)(IDS), expected)
+        assert list(module.state_dict()) == list(case.original.state_dict())
+
+
 @pytest.fixture(scope="module")
 def one_rank():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
+    with one_gloo_rank() as mesh:
+        yield mesh
 
 
 def test_fsdp2_keeps_keys_and_guard(case, one_rank):
@@ -405,7 +413,7 @@ def test_patterns_that_register_twice_break(cls, tmp_path):
     with pytest.raises(RuntimeError, match=r"shared tensors|share memory"):
         module.save_pretrained(tmp_path)
     with pytest.raises(IndexError):
-        accelerate.infer_auto_device_map(module, max_memory={0: 4000, "cpu": 10**6})
+        accelerate.infer_auto_device_map(module, max_memory={"cpu": 4000, "disk": 10**6})
     functional_call(module, {name: torch.zeros_like(before[name]) for name in names}, (IDS,))
     assert not all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
 
@@ -424,7 +432,7 @@ def test_the_alias_does_none_of_that(tmp_path):
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
     module.save_pretrained(tmp_path)
-    accelerate.infer_auto_device_map(module, max_memory={0: 4000, "cpu": 10**6})
+    accelerate.infer_auto_device_map(module, max_memory={"cpu": 4000, "disk": 10**6})
     functional_call(module, {name: torch.zeros_like(tensor) for name, tensor in before.items()}, (IDS,))
 
     assert list(module.state_dict()) == list(self_assigned(ByPropertyAndSetattr).state_dict())
