@@ -1,0 +1,235 @@
+"""`python -m kimi_k25.generate`: a prompt and pictures in, an answer on stdout. Knows no model internals.
+
+stdout carries the answer alone; reasoning, progress and statistics go to stderr. Nothing heavy is imported before
+the arguments are parsed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from .engine import SamplingParams
+    from .model import KimiK25ForConditionalGeneration
+    from .processor import Processor
+    from .streaming import GenerationStats, GenerationStep, Video
+
+PROG = "kimi_k25.generate"
+EMBEDDED_DEFAULT = Path(__file__).parent / "tiny"
+RAN_AND_FAILED, UNUSABLE_INPUT, INTERRUPTED = 1, 2, 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {PROG}", description="Answer a prompt about pictures with Kimi-K2.5.", allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("checkpoint", nargs="?", type=Path, help="checkpoint folder in the original layout; default: the embedded one")
+    add("-p", "--prompt", metavar="TEXT", help="what to ask; - reads it from stdin")
+    add("-i", "--image", metavar="FILE", type=Path, action="append", default=[], help="a picture; may be repeated")
+    add("--video", metavar="FILE", type=Path, action="append", default=[], help="a video (needs PyAV); may be repeated")
+    add("--chat", action="store_true", help="go on asking; /image FILE adds a picture, /exit ends")
+    add("--system", metavar="TEXT", help="system message")
+    add("--thinking", action=argparse.BooleanOptionalAction, default=True, help="reason before the answer")
+    add("-n", "--max-new-tokens", metavar="N", type=int, default=512, help="most tokens to generate (default 512)")
+    add("--temperature", metavar="T", type=float, help="0: the likeliest token (default 1.0; 0.6 without thinking)")
+    add("--top-p", metavar="P", type=float, default=0.95, help="draw among tokens of this total probability (0.95)")
+    add("--seed", metavar="S", type=int, default=0, help="same seed, same answer (default 0)")
+    add("--device", metavar="D", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
+    add("--dtype", choices=["float32", "bfloat16"], help="default: float32 on the CPU, the checkpoint's on a GPU")
+    add("--json", action="store_true", help="print one object: text, reasoning, token_ids, finish_reason, timings")
+    add("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+class _Terminal:
+    """stderr, dim where it is a terminal."""
+
+    def __init__(self) -> None:
+        self.is_tty = sys.stderr.isatty()
+
+    def say(self, line: str) -> None:
+        print(f"{PROG}: {line}", file=sys.stderr, flush=True)
+
+    def dim(self, text: str) -> None:
+        print(f"\x1b[2m{text}\x1b[0m" if self.is_tty and text else text, end="", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    terminal = _Terminal()
+    stage = [UNUSABLE_INPUT]  # What an error means now: until generation starts, it is the input's.
+    try:
+        return _run(args, terminal, stage)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # The reader of stdout has gone, as `| head` does; no more can be said to it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return RAN_AND_FAILED
+    except (ValueError, OSError, RuntimeError, ImportError, MemoryError) as e:
+        if args.debug:
+            traceback.print_exc()
+        print(f"{PROG}: error: {' '.join(str(e).split()) or type(e).__name__}", file=sys.stderr)
+        return stage[0]
+
+
+def _run(args: argparse.Namespace, terminal: _Terminal, stage: list[int]) -> int:
+    if args.prompt is None and not args.chat:
+        raise ValueError("nothing is asked; give a prompt with -p TEXT, or --chat")
+    if args.json and args.chat:
+        raise ValueError("--json prints one answer; it does not go with --chat")
+    prompt = sys.stdin.read().strip() if args.prompt == "-" else args.prompt
+    if args.temperature is None:
+        args.temperature = 1.0 if args.thinking else 0.6  # What the model's makers recommend.
+
+    from .engine import SamplingParams
+    from .image_processor import open_image
+    from .video import open_video
+
+    sampling = SamplingParams(
+        max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed
+    )
+    images, videos = [open_image(path) for path in args.image], [open_video(path) for path in args.video]
+    model, processor = _load(args, terminal)
+    chat = _Chat(model, processor, sampling, args, terminal)
+    if args.system:
+        chat.messages.append({"role": "system", "content": args.system})
+    code = 0
+    if prompt is not None:
+        stage[0] = RAN_AND_FAILED
+        code = chat.ask(prompt, images, videos)
+        images, videos = [], []
+    while args.chat and code == 0:
+        stage[0] = UNUSABLE_INPUT
+        line = _read_line(terminal)
+        if line is None or line.strip() == "/exit":
+            break
+        if line.startswith("/image "):
+            try:
+                images.append(open_image(Path(line.removeprefix("/image ").strip())))
+            except (ValueError, OSError) as e:
+                terminal.say(f"error: {e}")
+        elif line.strip():
+            stage[0] = RAN_AND_FAILED
+            code = chat.ask(line, images, videos)
+            images, videos = [], []
+    return code
+
+
+def _load(args: argparse.Namespace, terminal: _Terminal) -> tuple[KimiK25ForConditionalGeneration, Processor]:
+    import torch
+
+    from .checkpoint import load_model
+    from .processor import load_processor
+
+    checkpoint = args.checkpoint
+    if checkpoint is None:
+        checkpoint = EMBEDDED_DEFAULT
+        terminal.say("no checkpoint given; using the embedded default, a tiny model that knows little of the world")
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    processor = load_processor(checkpoint)
+    return load_model(checkpoint, device=device, dtype=dtype), processor
+
+
+def _read_line(terminal: _Terminal) -> str | None:
+    terminal.dim("> ")
+    line = sys.stdin.readline()
+    return line.rstrip("\n") if line else None
+
+
+class _Chat:
+    """Asks, shows the answer, and remembers both."""
+
+    def __init__(
+        self,
+        model: KimiK25ForConditionalGeneration,
+        processor: Processor,
+        sampling: SamplingParams,
+        args: argparse.Namespace,
+        terminal: _Terminal,
+    ) -> None:
+        self.model, self.processor, self.sampling = model, processor, sampling
+        self.as_json, self.thinking, self.terminal = args.json, args.thinking, terminal
+        self.messages: list[dict[str, Any]] = []
+        self.images: list[Image.Image] = []
+        self.videos: list[Video] = []
+
+    def ask(self, text: str, images: Sequence[Image.Image], videos: Sequence[Video]) -> int:
+        """Streams one answer; its exit code."""
+        from .streaming import stream_generate
+
+        media = [{"type": "image"} for _ in images] + [{"type": "video"} for _ in videos]
+        self.messages.append({"role": "user", "content": [*media, {"type": "text", "text": text}]})
+        self.images += images
+        self.videos += videos
+        answer, reasoning = "", ""
+        token_ids: list[int] = []
+        last, code = None, 0
+        try:
+            for step in stream_generate(
+                self.model,
+                self.processor,
+                self.messages,
+                images=self.images,
+                videos=self.videos,
+                thinking=self.thinking,
+                sampling=self.sampling,
+            ):
+                last = step
+                token_ids.append(step.token_id)
+                answer += step.text
+                reasoning += step.reasoning
+                self.terminal.dim(step.reasoning)
+                if step.text and not self.as_json:
+                    if reasoning and answer == step.text:
+                        self.terminal.dim("\n")
+                    print(step.text, end="", flush=True)
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+        if self.as_json:
+            print(json.dumps(_as_object(answer, reasoning, token_ids, last), ensure_ascii=False))
+        elif answer:
+            print(flush=True)
+        elif reasoning:
+            self.terminal.dim("\n")
+        if last is not None and last.stats is not None:
+            self.terminal.say(_summary(last.stats))
+        self.messages.append({"role": "assistant", "content": answer})
+        return code
+
+
+def _as_object(answer: str, reasoning: str, token_ids: list[int], last: GenerationStep | None) -> dict[str, Any]:
+    stats = last.stats if last else None
+    return {
+        "text": answer,
+        "reasoning": reasoning,
+        "token_ids": token_ids,
+        "finish_reason": last.finish_reason if last and last.finish_reason else "interrupted",
+        "prompt_tokens": stats.prompt_tokens if stats else None,
+        "timings": dataclasses.asdict(stats) if stats else None,
+    }
+
+
+def _summary(stats: GenerationStats) -> str:
+    tpot = "" if stats.tpot_ms is None else f", TPOT {stats.tpot_ms:.1f} ms ({1000 / stats.tpot_ms:.1f} tok/s)"
+    return (
+        f"{stats.prompt_tokens} tokens in, {stats.generated_tokens} out, TTFT {stats.ttft_ms:.0f} ms{tpot}, "
+        f"peak memory {stats.peak_gib:.2f} GiB"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

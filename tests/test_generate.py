@@ -1,0 +1,179 @@
+"""The command line: what goes to stdout and stderr, and what bad input gets."""
+
+import io
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from oracle_media import make_image
+
+from kimi_k25.generate import main
+
+ORACLE = Path(__file__).parent / "data/oracle"
+TINY = str(ORACLE / "tiny_bf16")
+GREEDY = {name: golden["ids"] for name, golden in json.loads((ORACLE / "goldens.json").read_text())["greedy"].items()}
+TEXT_PROMPT = "What is the answer? 你好世界"
+
+
+@pytest.fixture
+def picture(tmp_path):
+    path = tmp_path / "a.png"
+    make_image("A").save(path)
+    return str(path)
+
+
+def test_help_is_quick_and_imports_nothing_heavy():
+    code = (
+        "import sys\nfrom kimi_k25.generate import main\n"
+        "try: main(['--help'])\nexcept SystemExit as e: assert e.code == 0\n"
+        "assert not {'torch', 'numpy', 'PIL', 'jinja2', 'tiktoken'} & set(sys.modules), sorted(sys.modules)"
+    )
+
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+    assert time.perf_counter() - started < 1  # 0.05 s on an idle machine
+
+
+def test_json_holds_the_golden_ids_of_a_text_prompt(capsys):
+    code = main([TINY, "-p", TEXT_PROMPT, "-n", "16", "--temperature", "0", "--json"])
+
+    out, err = capsys.readouterr()
+    answer = json.loads(out)
+    assert code == 0
+    assert answer["token_ids"] == GREEDY["base.fp32.text"]
+    assert answer["finish_reason"] == "length"
+    assert answer["prompt_tokens"] == 17
+    assert answer["timings"]["ttft_ms"] > 0
+    assert "17 tokens in, 16 out, TTFT" in err
+
+
+def test_a_picture_is_put_before_the_prompt(capsys, picture):
+    main([TINY, "-p", "Describe this picture.", "-i", picture, "-n", "16", "--temperature", "0", "--json"])
+
+    assert json.loads(capsys.readouterr().out)["token_ids"] == GREEDY["base.fp32.image"]
+
+
+def test_the_prompt_is_read_from_stdin(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(TEXT_PROMPT + "\n"))
+
+    main([TINY, "-p", "-", "-n", "16", "--temperature", "0", "--json"])
+
+    assert json.loads(capsys.readouterr().out)["token_ids"] == GREEDY["base.fp32.text"]
+
+
+def test_stdout_has_the_answer_and_stderr_the_reasoning(capsys):
+    main([TINY, "-p", TEXT_PROMPT, "-n", "16", "--temperature", "0"])
+    thought = capsys.readouterr()
+    main([TINY, "-p", TEXT_PROMPT, "-n", "16", "--temperature", "0", "--no-thinking"])
+    said = capsys.readouterr()
+
+    assert thought.out == ""  # 16 tokens of a random model never end the reasoning
+    assert len(thought.err.splitlines()) >= 2
+    assert said.out.endswith("\n") and len(said.out) > 8
+    assert said.err.startswith("kimi_k25.generate: ")
+
+
+def test_a_seed_repeats_its_answer(capsys):
+    answers = []
+    for seed in ("7", "7", "8"):
+        main([TINY, "-p", "hi", "-n", "12", "--seed", seed, "--json"])
+        answers.append(json.loads(capsys.readouterr().out)["token_ids"])
+
+    assert answers[0] == answers[1] != answers[2]
+
+
+def test_chat_remembers_and_takes_pictures(capsys, monkeypatch, picture):
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"hi\n\n/image {picture}\n/image missing.png\nand this?\n/exit\n"))
+
+    code = main([TINY, "--chat", "-n", "4", "--temperature", "0", "--no-thinking"])
+
+    err = capsys.readouterr().err
+    counts = [int(count) for count in re.findall(r"(\d+) tokens in", err)]
+    assert code == 0
+    assert "missing.png: there is no such file" in err
+    assert len(counts) == 2 and counts[1] > counts[0] + 20  # the first turn, the picture, the second question
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ([], 2, "nothing is asked; give a prompt with -p TEXT, or --chat"),
+        (["-p", "hi", "--json", "--chat"], 2, "--json prints one answer"),
+        (["-p", "hi", "-n", "0"], 2, "max_new_tokens is 0; expected at least 1"),
+        (["-p", "hi", "--temperature", "-1"], 2, "temperature is -1.0; expected 0"),
+        (["-p", "hi", "--top-p", "0"], 2, "top_p is 0.0; expected more than 0"),
+        (["-p", "hi", "-i", "missing.png"], 2, "missing.png: there is no such file"),
+        (["-p", "hi", "--video", "missing.mp4"], 2, "missing.mp4: there is no such file"),
+        (["missing_folder", "-p", "hi"], 2, "missing_folder"),
+    ],
+)
+def test_unusable_input_is_one_line_and_exit_2(capsys, arguments, code, message):
+    assert main(arguments) == code
+
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("kimi_k25.generate: error: ") and message in err and len(err.splitlines()) == 1
+
+
+def test_a_text_file_is_no_picture(capsys, tmp_path):
+    (tmp_path / "note.png").write_text("hello")
+
+    assert main(["-p", "hi", "-i", str(tmp_path / "note.png")]) == 2
+
+    assert "note.png" in capsys.readouterr().err
+
+
+def test_a_prompt_beyond_the_context_is_refused(capsys, tmp_path):
+    checkpoint = shutil.copytree(TINY, tmp_path / "tiny")
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = 16
+    (checkpoint / "config.json").write_text(json.dumps(config))
+
+    assert main([str(checkpoint), "-p", TEXT_PROMPT]) == 1
+
+    assert "the prompt has 17 tokens; the model's context holds 16" in capsys.readouterr().err
+
+
+def test_debug_shows_the_traceback(capsys):
+    assert main(["-p", "hi", "-n", "0", "--debug"]) == 2
+
+    assert "Traceback" in capsys.readouterr().err
+
+
+@contextmanager
+def running(*arguments):
+    command = [sys.executable, "-m", "kimi_k25.generate", TINY, "-p", "hi", "--no-thinking", *arguments]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, encoding="utf-8") as process:
+        yield process
+        process.kill()
+
+
+def test_ctrl_c_keeps_the_text_so_far():
+    with running("-n", "100000") as process:
+        first = process.stdout.read(3)
+
+        process.send_signal(signal.SIGINT)
+        rest, err = process.communicate(timeout=60)
+
+    assert process.returncode == 130
+    assert len(first) == 3 and rest.endswith("\n")
+    assert "Traceback" not in err
+
+
+def test_a_closed_pipe_ends_quietly():
+    with running("-n", "2000") as process:
+        process.stdout.read(1)
+
+        process.stdout.close()
+
+        assert process.wait(timeout=60) == 1
+        assert "Traceback" not in process.stderr.read()
