@@ -2,9 +2,11 @@
 
 # ruff: noqa: E501 - the messages are pinned as they are printed
 
+import abc
 import copy
 import pickle
 import warnings
+from typing import Generic, TypeVar
 
 import pytest
 import torch
@@ -33,6 +35,8 @@ from aliasmix import (
     Unaliased,
     is_guarded,
 )
+
+T = TypeVar("T")
 
 
 class Forwarding(GuardedSetattrMixin, Plain):
@@ -575,6 +579,23 @@ def test_subclass_inherits_retargets_and_merges_aliases():
         setattr(module, name, getattr(module, name))
         refused(lambda name=name: setattr(module, name, nn.Linear(1, 1)))
     assert keys(module) == keys(Plain())
+
+
+def test_abstract_and_generic_wrappers_can_have_aliases():
+    class Abstract(GuardedSetattrMixin, nn.Module, Generic[T], abc.ABC):
+        model = ReadOnlyAlias("language_model")
+
+        @abc.abstractmethod
+        def encode(self): ...
+
+    class Concrete(Abstract[int], Plain):
+        def encode(self): ...
+
+    module = Concrete()
+    module.model = module.model
+
+    assert keys(module) == keys(Plain())
+    refused(lambda: setattr(module, "model", None))
 
 
 def test_alias_in_a_class_that_is_no_module_works_in_a_wrapper():
