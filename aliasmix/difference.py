@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
+from operator import attrgetter
 
 from aliasmix.names import Group, find_moves, fold
 from aliasmix.report import Finding, finding
@@ -44,8 +45,8 @@ def compare_tensors(expected: Tensors, found: Tensors) -> list[Finding]:
         findings.append(
             _grouped("CKPT_UNEXPECTED", group, f"in the checkpoint{where} but not expected: {_spell(info)}")
         )
-    findings += _changed("CKPT_SHAPE", expected, found, lambda info: list(info.shape), "checkpoint has")
-    findings += _changed("CKPT_DTYPE", expected, found, lambda info: info.dtype, "checkpoint has")
+    findings += _changed("CKPT_SHAPE", expected, found, "shape", "checkpoint has")
+    findings += _changed("CKPT_DTYPE", expected, found, "dtype", "checkpoint has")
     return findings
 
 
@@ -82,24 +83,27 @@ def compare_keys(reference: Tensors, current: Tensors, allow_added: Collection[s
         detail = f"added: {_spell(added[group.names[0]])}"
         severity = {"severity": "info"} if group.label else {}
         findings.append(_grouped("KEY_ADDED", group, detail + (", as allowed" if severity else ""), **severity))
-    findings += _changed("SHAPE", reference, current, lambda info: list(info.shape), "is now")
-    findings += _changed("DTYPE", reference, current, lambda info: info.dtype, "is now")
+    findings += _changed("SHAPE", reference, current, "shape", "is now")
+    findings += _changed("DTYPE", reference, current, "dtype", "is now")
     known = {n: info for n, info in reference.items() if info.kind != "tensor" and n in current}
     now = {n: current[n] for n in known if current[n].kind != "tensor"}
-    findings += _changed("KIND", known, now, lambda info: info.kind, "is now")
+    findings += _changed("KIND", known, now, "kind", "is now")
     return findings
 
 
-def _changed(
-    code: str, reference: Tensors, current: Tensors, value: Callable[[TensorInfo], object], verb: str
-) -> list[Finding]:
-    """Returns a finding for each subtree or name whose value changed in the same way."""
+def _changed(code: str, reference: Tensors, current: Tensors, attribute: str, verb: str) -> list[Finding]:
+    """Returns a finding for each subtree or name whose attribute changed in the same way."""
+    value = attrgetter(attribute)
     changed = {}
     for name, info in reference.items():
         other = current.get(name)
         if other is not None and (a := value(info)) != (b := value(other)):
-            changed[name] = f"expected {a}, {verb} {b}"
+            changed[name] = f"expected {_plain(a)}, {verb} {_plain(b)}"
     return [_grouped(code, group, str(group.label)) for group in fold(changed, reference)]
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _grouped(code: str, group: Group, detail: str, fix: str = "", **rest: object) -> Finding:

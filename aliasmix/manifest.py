@@ -11,7 +11,7 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from aliasmix.collection import paused_collection
 from aliasmix.difference import compare_keys
@@ -99,7 +99,7 @@ class Manifest:
             raise UnreadableFileError(path, "'ties' is not a list of lists of names")
         if not all(isinstance(name, str) for name in (*buffers, *aliases.values())):
             raise UnreadableFileError(path, "'buffers_non_persistent' or 'aliases' holds something else than names")
-        tensors = {name: _tensor(path, name, entry) for name, entry in keys.items()}
+        tensors = _tensors(path, keys)
         class_name = _expect(path, content, "class", str, "")
         return cls(tensors, class_name, buffers, [tuple(group) for group in ties], aliases)
 
@@ -235,13 +235,26 @@ def _expect(path: StrPath, content: dict[str, Any], name: str, kind: type, defau
     return value
 
 
-def _tensor(path: StrPath, name: str, entry: Any) -> TensorInfo:
-    try:
-        shape, dtype, kind = entry["shape"], entry["dtype"], entry["kind"]
-        if all(type(n) is int and n >= 0 for n in shape) and type(dtype) is type(kind) is str:
-            return TensorInfo(tuple(shape), dtype, kind)
-    except (KeyError, TypeError):
-        pass
+def _tensors(path: StrPath, keys: dict[str, Any]) -> dict[str, TensorInfo]:
+    """Reads the entries; equal ones become one object, as most of a large model's are."""
+    known: dict[Any, TensorInfo] = {}
+    tensors = {}
+    for name, entry in keys.items():
+        try:
+            layout = (entry["kind"], entry["dtype"], *entry["shape"])
+            info = known.get(layout)
+        except (KeyError, TypeError):
+            _refuse_entry(path, name)
+        if info is None:
+            kind, dtype, *shape = layout
+            if not (type(kind) is type(dtype) is str and all(type(n) is int and n >= 0 for n in shape)):
+                _refuse_entry(path, name)
+            info = known[layout] = TensorInfo(tuple(shape), dtype, kind)
+        tensors[name] = info
+    return tensors
+
+
+def _refuse_entry(path: StrPath, name: str) -> NoReturn:
     raise UnreadableFileError(
         path, f'entry {name!r} is not of the form {{"kind": "param", "shape": [8, 4], "dtype": "float32"}}'
-    )
+    ) from None
