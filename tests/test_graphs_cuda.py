@@ -182,8 +182,18 @@ def test_a_tensor_is_owned_by_address_and_strangers_cost_one_look(cuda, backend)
         False,
         False,
     ]
-    assert cuda.num_snapshots == 2
+    assert cuda.num_snapshots == 1  # no capture has begun since, so the pool can't have grown
     assert backend.nbytes == 32
+
+
+def test_a_pool_that_grows_during_a_capture_is_looked_at_again(cuda, backend):
+    first, second = torch.ones(8), torch.ones(8)
+    with backend.recording():
+        backend.begin()
+        cuda.pool_tensors.append(first)
+        assert backend.owns(first)
+        cuda.pool_tensors.append(second)
+        assert backend.owns(second)
 
 
 def test_bridges_are_allocated_outside_the_capture(cuda, backend):

@@ -1,11 +1,16 @@
 """will_it_capture: every op that would stop a capture, with module path and line."""
 
+import doctest
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from toy_decoder import Toy
 
+from kimi_k25.graphs import report as report_module
 from kimi_k25.graphs import will_it_capture
 
 X = torch.arange(6.0)
@@ -71,7 +76,7 @@ def test_what_a_capture_takes_is_not_reported(function):
     report = will_it_capture(function)
 
     assert report, str(report)
-    assert str(report).startswith("captures: ")
+    assert str(report).startswith("captures; waits for the device: 0")
 
 
 class Leaf(nn.Module):
@@ -102,7 +107,7 @@ def test_all_waits_are_reported_not_the_first_only_with_their_module_path():
     ]
     lines = [int(issue.location.rpartition(":")[2]) for issue in report.issues]
     assert lines == [lines[0], lines[0] + 1, lines[0] + 2]
-    assert str(report).splitlines()[0].startswith("does not capture: 3 of ")
+    assert str(report).splitlines()[0].startswith("does not capture; waits for the device: 3 ")
     assert f"Tensor.tolist at Tree.branches.1 ({__file__}:" in str(report)
 
 
@@ -146,3 +151,21 @@ def test_a_wait_inside_a_composite_operator_is_seen_in_inference_mode_too(mode):
 
     assert len(report.issues) == 1
     assert report.num_ops > 3
+
+
+PAGE = (Path(__file__).parent.parent / "docs" / "will-it-capture.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```\n\n(?:.*\n)*?```text\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.mark.parametrize(("code", "printed"), EXAMPLES, ids=["report", "tape"])
+def test_the_page_prints_what_it_says(code, printed, capsys):
+    exec(compile(code, "moe.py", "exec"), {"__name__": "moe"})
+
+    assert capsys.readouterr().out == printed
+
+
+def test_the_docstring_example_is_true():
+    results = doctest.testmod(report_module)
+
+    assert results.attempted == 1
+    assert results.failed == 0

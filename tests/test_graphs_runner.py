@@ -457,3 +457,28 @@ def test_inference_mode_changes_nothing():
         runner = toy.runner(decode=BucketPolicy.decode(2))
         assert runner.verify(2)
         assert replayed_equals_eager(runner, toy, toy.prefill(7))
+
+
+def test_a_capture_that_failed_leaves_no_graphs_behind():
+    toy = Toy()
+    mlp, toy.decoder.layers[0].mlp = toy.decoder.layers[0].mlp, SyncsBelow(9)
+    runner = toy.runner(capture=False)
+    with pytest.raises(CaptureError):
+        runner.capture()
+
+    assert runner.memory_report().graph_bytes == 0
+    assert runner.can_run(12).reason == "nothing is captured yet"
+    toy.decoder.layers[0].mlp = mlp
+    runner.capture()
+    assert replayed_equals_eager(runner, toy, toy.prefill(12))
+
+
+class SyncsBelow(nn.Module):
+    """Captures at large sizes, and not at small ones."""
+
+    def __init__(self, num_rows):
+        super().__init__()
+        self.num_rows = num_rows
+
+    def forward(self, x):
+        return x * x.max().item() if x.shape[0] < self.num_rows else x

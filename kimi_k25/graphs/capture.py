@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +16,16 @@ from torch.utils._pytree import tree_map_only
 from .breaks import crossing_scope
 from .errors import BreakPointError, CaptureError
 
-__all__ = ["Backend", "BridgeBuffers", "Captured", "Forward", "PaddedEager", "Step", "capture_forward"]
+__all__ = [
+    "Backend",
+    "BridgeBuffers",
+    "Captured",
+    "Forward",
+    "PaddedEager",
+    "Step",
+    "capture_forward",
+    "quiet_gc",
+]
 
 Forward = Callable[[Mapping[str, Tensor]], Tensor]
 
@@ -218,3 +228,20 @@ def capture_forward(
             backend.abort()
             raise
     return Captured(crossing.calls, output, crossing.num_breaks)
+
+
+@contextmanager
+def quiet_gc() -> Iterator[None]:
+    """A collection during a capture could free device memory, which breaks it; so collect first, then hold."""
+    was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
+    gc.collect()
+    gc.disable()
+    if not was_frozen:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if not was_frozen:
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()

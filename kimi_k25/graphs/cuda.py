@@ -41,6 +41,7 @@ class CudaGraphs:
         self._graphs: list[Any] = []
         self._open: Any = None
         self._pool_ranges: list[tuple[int, int]] = []
+        self._pool_is_settled = False
         self._foreign: set[int] = set()
 
     @contextmanager
@@ -59,6 +60,7 @@ class CudaGraphs:
             yield
 
     def begin(self) -> None:
+        self._pool_is_settled = False
         self._open = self._cuda.CUDAGraph()
         # thread_local: other threads of a server, NCCL's watchdog among them, may go on calling CUDA.
         self._open.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -102,13 +104,13 @@ class CudaGraphs:
         address = tensor.untyped_storage().data_ptr()
         if address in self._foreign:
             return False
-        if self._in_pool(address):
-            return True
-        # Only an address not met before costs a look at the allocator: caches, once each.
-        self._pool_ranges = [
-            (segment["address"], segment["address"] + segment["total_size"])
-            for segment in self._cuda.memory_snapshot(self._pool)
-        ]
+        if not self._in_pool(address) and not self._pool_is_settled:
+            # Only an address not met before costs a look at the allocator: caches, once each.
+            self._pool_ranges = [
+                (segment["address"], segment["address"] + segment["total_size"])
+                for segment in self._cuda.memory_snapshot(self._pool)
+            ]
+            self._pool_is_settled = self._open is None  # it grows again with the next capture
         if self._in_pool(address):
             return True
         self._foreign.add(address)

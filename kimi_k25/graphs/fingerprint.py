@@ -37,9 +37,10 @@ class PointerFingerprint:
         for prefix, parent in module.named_modules():
             dot = f"{prefix}." if prefix else ""
             for slots in (parent._parameters, parent._buffers):
-                for key in slots:
-                    self._names.append(dot + key)
-                    self._slots.append((slots, key))
+                for key, tensor in slots.items():
+                    if tensor is not None:
+                        self._names.append(dot + key)
+                        self._slots.append((slots, key))
             for key in parent._modules:
                 self._child_names.append(dot + key)
                 self._child_slots.append((parent._modules, key))
@@ -50,7 +51,11 @@ class PointerFingerprint:
 
     def _read_pointers(self) -> list[int]:
         # Flat comprehensions: this runs after every launch, for a thousand tensors and more.
-        return [_pointer(slots.get(key)) for slots, key in self._slots] + [_pointer(read()) for read in self._watch]
+        watched = [read().data_ptr() for read in self._watch]
+        try:
+            return [slots[key].data_ptr() for slots, key in self._slots] + watched
+        except (AttributeError, KeyError):  # one was removed
+            return [_pointer(slots.get(key)) for slots, key in self._slots] + watched
 
     def _read_children(self) -> list[nn.Module | None]:
         return [slots.get(key) for slots, key in self._child_slots]

@@ -30,11 +30,10 @@ class CaptureReport:
         return not self.issues
 
     def __str__(self) -> str:
-        met = f"{self.num_ops} operators and {self.num_breaks} break points"
-        if not self.issues:
-            return f"captures: {met}, nothing waits for the device"
-        lines = [f"does not capture: {len(self.issues)} of {met} wait for the device"]
-        return "\n".join(lines + [f"  {issue}" for issue in self.issues])
+        verdict = "does not capture" if self.issues else "captures"
+        seen = f"{self.num_ops} operators and {self.num_breaks} break points seen"
+        head = f"{verdict}; waits for the device: {len(self.issues)} ({seen})"
+        return "\n".join([head, *(f"  {issue}" for issue in self.issues)])
 
 
 @torch.no_grad()
@@ -48,7 +47,7 @@ def will_it_capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Captur
 
     Example:
         >>> print(will_it_capture(lambda x: x / x.max().item(), torch.ones(3)))  # doctest: +ELLIPSIS
-        does not capture: 1 of 3 operators and 0 break points wait for the device
+        does not capture; waits for the device: 1 (3 operators and 0 break points seen)
           Tensor.item (aten._local_scalar_dense.default) at ...: reads a value on the host
     """
     report = CaptureReport()

@@ -6,7 +6,6 @@ text and images share the same graphs. Knows no model: only a function, its inpu
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
 import time
@@ -14,18 +13,19 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from .breaks import crossing_scope
-from .buckets import BucketPolicy, Selection
+from .buckets import BucketPolicy
 from .buffers import InputSpec, StaticInputs, count_tokens
-from .capture import Backend, BridgeBuffers, Captured, Forward, PaddedEager, Step, capture_forward
+from .capture import Backend, BridgeBuffers, Captured, Forward, PaddedEager, Step, capture_forward, quiet_gc
 from .errors import CaptureError, GraphError, GraphFallbackError, GraphFallbackWarning
 from .fingerprint import PointerFingerprint
+from .ladder import Ladder, Phase
 from .plan import GraphPlan
 from .resolve import resolve_decoder
 
@@ -33,7 +33,6 @@ __all__ = ["Choice", "GraphRunner", "MemoryReport"]
 
 logger = logging.getLogger(__name__)
 
-Phase = Literal["prefill", "decode"]
 Dummy = Callable[[Phase, int], Mapping[str, Tensor]]
 
 
@@ -61,56 +60,6 @@ class MemoryReport:
     reserved_bytes: int
     driver_bytes: int
     by_bucket: dict[tuple[str, int], int]
-
-
-@dataclass(slots=True)
-class _Ladder:
-    """The graphs of one phase: its sizes, its static buffers, its captures."""
-
-    phase: Phase
-    policy: BucketPolicy | None  # None once every bucket was dropped
-    statics: StaticInputs
-    captured: dict[int, Captured] = field(default_factory=dict)
-    output: Tensor | None = None
-    dropped: str = ""  # why buckets of the plan are missing
-
-    @property
-    def mode(self) -> Literal["full", "piecewise"]:
-        return "full" if self.phase == "decode" else "piecewise"
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return self.policy.sizes if self.policy else ()
-
-    def select(self, num_rows: int) -> Selection:
-        selection = self.policy.select(num_rows) if self.policy else Selection(None, "no buckets are left")
-        if selection.bucket is None and self.dropped:
-            return Selection(None, f"{selection.reason}; {self.dropped}")
-        return selection
-
-    def drop(self, bucket: int, why: str) -> None:
-        """Go on without `bucket`; the reason stays with every step that would have used it."""
-        self.captured.pop(bucket, None)
-        self.dropped = f"bucket {bucket} was dropped: {why}"
-        sizes = tuple(size for size in self.sizes if size != bucket)
-        self.policy = BucketPolicy(sizes) if sizes else None
-
-
-@contextmanager
-def _quiet_gc() -> Iterator[None]:
-    """A collection during a capture could free device memory, which breaks it; so collect first, then hold."""
-    was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
-    gc.collect()
-    gc.disable()
-    if not was_frozen:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if not was_frozen:
-            gc.unfreeze()
-        if was_enabled:
-            gc.enable()
 
 
 def _choose_backend(plan: GraphPlan, device: torch.device) -> tuple[Backend | None, str]:
@@ -177,7 +126,7 @@ class GraphRunner:
         self._watch = dict(watch or {})
         self._state_dict_keys = list(module.state_dict())
         self._backend, self._why_eager = _choose_backend(self.plan, self.device)
-        self._ladders: dict[Phase, _Ladder] = {}
+        self._ladders: dict[Phase, Ladder] = {}
         self._bridges: BridgeBuffers | None = None
         self._step = Step()
         self._eager_num_tokens = torch.zeros(1, dtype=torch.int32, device=self.device)
@@ -204,8 +153,13 @@ class GraphRunner:
         with self._alone():
             start, memory = time.perf_counter(), self._memory()
             if self._backend is not None:
-                with _quiet_gc():
-                    self._capture_all(self._backend)
+                try:
+                    with quiet_gc():
+                        self._capture_all(self._backend)
+                except BaseException:
+                    self._ladders.clear()
+                    self._backend.close()
+                    raise
             self._capture_seconds = time.perf_counter() - start
             self._reserved_bytes, self._driver_bytes = (a - b for a, b in zip(self._memory(), memory, strict=True))
             self._state = "captured"
@@ -214,7 +168,7 @@ class GraphRunner:
     def _capture_all(self, backend: Backend) -> None:
         policies: dict[Phase, BucketPolicy | None] = {"prefill": self.plan.prefill, "decode": self.plan.decode}
         self._ladders = {
-            phase: _Ladder(phase, policy, StaticInputs(self._specs[phase], policy.maximum, self.device))
+            phase: Ladder(phase, policy, StaticInputs(self._specs[phase], policy.maximum, self.device), self._step)
             for phase, policy in policies.items()
             if policy is not None
         }
@@ -223,7 +177,7 @@ class GraphRunner:
         while not self._capture_ladders(backend):
             backend.close()  # over budget: its memory comes back only when all of its graphs go
 
-    def _warm(self, backend: Backend, ladder: _Ladder) -> None:
+    def _warm(self, backend: Backend, ladder: Ladder) -> None:
         """Autotuning, library workspaces and lazy caches must happen before the first capture, at every size."""
         for bucket in reversed(ladder.sizes):
             try:
@@ -263,7 +217,7 @@ class GraphRunner:
         self._refuse_kept_tensors(backend)
         return True
 
-    def _capture_bucket(self, backend: Backend, ladder: _Ladder, bucket: int) -> Captured:
+    def _capture_bucket(self, backend: Backend, ladder: Ladder, bucket: int) -> Captured:
         assert ladder.output is not None
         output = ladder.output[:bucket]
         self._load_dummy(ladder, bucket)
@@ -285,7 +239,7 @@ class GraphRunner:
             )
         return captured
 
-    def _drop_out_of_memory(self, ladder: _Ladder, bucket: int, error: torch.OutOfMemoryError) -> None:
+    def _drop_out_of_memory(self, ladder: Ladder, bucket: int, error: torch.OutOfMemoryError) -> None:
         used = self._graph_bytes(self._backend) if self._backend else 0
         message = (
             f"out of memory at {ladder.phase} bucket {bucket}, with {used} bytes of graphs before it; lower the "
@@ -311,7 +265,7 @@ class GraphRunner:
     def _refuse_kept_tensors(self, backend: Backend) -> None:
         """A tensor that a module kept from a capture lies in memory that every replay overwrites."""
         for name, module in self.module.named_modules():
-            for key, value in vars(module).items():
+            for key, value in (*vars(module).items(), *module._buffers.items(), *module._parameters.items()):
                 if isinstance(value, Tensor) and backend.owns(value):
                     raise CaptureError(
                         f"{name + '.' if name else ''}{key} was made inside the capture and kept on its module; "
@@ -379,7 +333,7 @@ class GraphRunner:
                 return self._run_unpadded(inputs, num_tokens)
             ladder = self._ladders["decode" if choice.mode == "full" else "prefill"]
             captured = ladder.captured[choice.bucket]
-            self._load(ladder, inputs, num_tokens, choice.bucket)
+            ladder.load(inputs, num_tokens, choice.bucket)
             self._replay(captured)
             hidden_states = captured.output[:num_tokens]
             return hidden_states.clone() if clone else hidden_states
@@ -397,14 +351,14 @@ class GraphRunner:
             if choice.bucket is None:
                 return self._run_unpadded(inputs, num_tokens)
             ladder = self._ladders["decode" if choice.mode == "full" else "prefill"]
-            self._load(ladder, inputs, num_tokens, choice.bucket)
+            ladder.load(inputs, num_tokens, choice.bucket)
             return self._run_padded(ladder, choice.bucket)[:num_tokens]
 
     def _run_unpadded(self, inputs: Mapping[str, Tensor], num_tokens: int) -> Tensor:
         self._eager_num_tokens.fill_(num_tokens)
         return self.forward({**inputs, "num_tokens": self._eager_num_tokens})
 
-    def _run_padded(self, ladder: _Ladder, bucket: int) -> Tensor:
+    def _run_padded(self, ladder: Ladder, bucket: int) -> Tensor:
         """Eager on the static buffers as they are."""
         crossing = PaddedEager(self._step, bucket) if ladder.mode == "piecewise" else None
         with crossing_scope(crossing):
@@ -424,16 +378,12 @@ class GraphRunner:
         if self._fallbacks[choice.reason] == 1:
             warnings.warn(f"running {choice.mode}: {choice.reason}", GraphFallbackWarning, stacklevel=3)
 
-    def _load_dummy(self, ladder: _Ladder, num_tokens: int) -> None:
+    def _load_dummy(self, ladder: Ladder, num_tokens: int) -> None:
         inputs = self.dummy(ladder.phase, num_tokens)
         found = count_tokens(inputs, self._specs[ladder.phase])
         if found != num_tokens:
             raise ValueError(f"dummy({ladder.phase!r}, {num_tokens}) gave {found} tokens")
-        self._load(ladder, inputs, num_tokens, num_tokens)
-
-    def _load(self, ladder: _Ladder, inputs: Mapping[str, Tensor], num_tokens: int, bucket: int) -> None:
-        self._step.num_tokens = num_tokens
-        ladder.statics.load(inputs, num_tokens, bucket)
+        ladder.load(inputs, num_tokens, num_tokens)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

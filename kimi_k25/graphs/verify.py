@@ -22,7 +22,8 @@ from .buffers import count_tokens
 from .errors import VerificationError
 
 if TYPE_CHECKING:
-    from .runner import GraphRunner, Phase, _Ladder
+    from .ladder import Ladder, Phase
+    from .runner import GraphRunner
 
 __all__ = ["verify"]
 
@@ -105,7 +106,7 @@ def _check_structure(runner: GraphRunner, counts: dict[str, int]) -> None:
         runner._fingerprint.check()
 
 
-def _steps(ladder: _Ladder, runner: GraphRunner, batches: Sequence[Batch] | None) -> list[Batch]:
+def _steps(ladder: Ladder, runner: GraphRunner, batches: Sequence[Batch] | None) -> list[Batch]:
     if batches is not None:
         return list(batches)
     sizes = sorted(ladder.captured)
@@ -118,17 +119,17 @@ def _orders(steps: list[Batch]) -> list[tuple[Batch, ...]]:
     return list(itertools.permutations(picked))
 
 
-def _load(runner: GraphRunner, ladder: _Ladder, batch: Batch) -> tuple[int, int, Mapping[str, Tensor]]:
+def _load(runner: GraphRunner, ladder: Ladder, batch: Batch) -> tuple[int, int, Mapping[str, Tensor]]:
     inputs = batch()
     num_tokens = count_tokens(inputs, ladder.statics.specs)
     selection = ladder.select(num_tokens)
     if selection.bucket is None:
         raise VerificationError(f"{ladder.phase} of {num_tokens} tokens can't be replayed: {selection.reason}")
-    runner._load(ladder, inputs, num_tokens, selection.bucket)
+    ladder.load(inputs, num_tokens, selection.bucket)
     return num_tokens, selection.bucket, inputs
 
 
-def _replay(runner: GraphRunner, ladder: _Ladder, bucket: int) -> Tensor:
+def _replay(runner: GraphRunner, ladder: Ladder, bucket: int) -> Tensor:
     captured = ladder.captured[bucket]
     captured.output.fill_(float("nan"))
     runner._replay(captured)
