@@ -2,6 +2,7 @@
 
 from aliasmix.checkpointcheck import check_checkpoint
 from aliasmix.difference import compare_keys, compare_tensors
+from aliasmix.errors import UnreadableFileError
 from aliasmix.manifest import Manifest, check_manifest, compare_manifests, write_manifest
 from aliasmix.modulecheck import assert_clean, check_module
 from aliasmix.report import CODES, Finding, Report
@@ -11,6 +12,7 @@ __all__ = [
     "Finding",
     "Manifest",
     "Report",
+    "UnreadableFileError",
     "assert_clean",
     "check_checkpoint",
     "check_manifest",
