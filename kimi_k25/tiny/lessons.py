@@ -178,15 +178,16 @@ class Teacher:
         """Pictures of nothing, and questions that miss the picture; in training, also questions without a picture."""
         rng = self.rng
         r = rng.random()
+        topics: Sequence[str] = IMAGE_TOPICS
         if r < 0.65:
-            pictures, topics = [scenes.outside(rng, self._size())], IMAGE_TOPICS
+            pictures = [scenes.outside(rng, self._size())]
         elif r < 0.75:
             pictures = [scenes.outside(rng, self._size()), scenes.outside(rng, self._size())]
             topics = ("more", "fewer", "same_color", "same_shape")
         elif r < 0.9 or self.part == "test":
             pictures, topics = [scenes.draw(self._single(), rng)], ("digit", "direction")
         else:
-            pictures, topics = [], IMAGE_TOPICS
+            pictures = []
         chosen = [rng.choice(topics) for _ in range(count)]
         return pictures, [unanswerable(topic, rng, **random_fill(topic, rng)) for topic in chosen]
 

@@ -23,7 +23,7 @@ from kimi_k25.tokenizer import Tokenizer
 PATCH, MERGED = 14, 28  # Pixels of a patch's side, and of the square that becomes one token.
 CHUNK_FRAMES = 4
 NO_TARGET = -100
-GRIDS_IN_A_BATCH = 8
+GRIDS_IN_A_BATCH = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +157,10 @@ class Packer:
 def patchify(frames: Sequence[Image.Image]) -> tuple[np.ndarray, tuple[int, int, int]]:
     """Frames of one size, small enough not to be shrunk, as (t * h * w, 3, 14, 14) uint8 and the grid (t, h, w)."""
     width, height = frames[0].size
-    pad = ((0, 0), (0, -height % MERGED), (0, -width % MERGED), (0, 0))
-    pixels = np.pad(np.stack([np.asarray(frame.convert("RGB")) for frame in frames]), pad)
+    padded = (len(frames), height + -height % MERGED, width + -width % MERGED, 3)
+    pixels = np.zeros(padded, np.uint8)
+    for at, frame in enumerate(frames):
+        pixels[at, :height, :width] = np.asarray(frame.convert("RGB"))
     t, h, w = len(frames), pixels.shape[1] // PATCH, pixels.shape[2] // PATCH
     cut = pixels.reshape(t, h, PATCH, w, PATCH, 3).transpose(0, 1, 3, 5, 2, 4)
     return cut.reshape(t * h * w, 3, PATCH, PATCH), (t, h, w)

@@ -38,19 +38,16 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     groups = weight.float().unflatten(-1, (-1, GROUP_SIZE))
     largest = groups.abs().amax(-1, keepdim=True)
-    best_q = best_scale = best_error = None
+    best_q, best_scale = torch.zeros_like(groups), torch.ones_like(largest, dtype=torch.bfloat16)
+    best_error = torch.full_like(largest, torch.inf)
     for levels in _LEVELS:
         scale = (largest / levels).bfloat16()
         scale = torch.where(scale == 0, 1.0, scale)  # An empty group: any scale will do.
         q = (groups / scale.float()).round().clamp(-8, 7)
         error = ((q.bfloat16() * scale).float() - groups).square().sum(-1, keepdim=True)
-        if best_error is None:
-            best_q, best_scale, best_error = q, scale, error
-        else:
-            better = error < best_error
-            best_q, best_scale = torch.where(better, q, best_q), torch.where(better, scale, best_scale)
-            best_error = torch.where(better, error, best_error)
-    assert best_q is not None and best_scale is not None
+        better = error < best_error
+        best_q, best_scale = torch.where(better, q, best_q), torch.where(better, scale, best_scale)
+        best_error = torch.where(better, error, best_error)
     return best_q.flatten(-2).to(torch.int8), best_scale.squeeze(-1)
 
 
@@ -91,7 +88,8 @@ def quantize_checkpoint(source: Path, target: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m kimi_k25.tiny.quantize", description=__doc__.splitlines()[0])
+    about = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m kimi_k25.tiny.quantize", description=about)
     parser.add_argument("source", type=Path, help="folder of a bfloat16 checkpoint with one model.safetensors")
     parser.add_argument("target", type=Path, help="folder to write")
     args = parser.parse_args()

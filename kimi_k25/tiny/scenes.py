@@ -90,10 +90,10 @@ class Sizes:
             fitting = [cell for cell in self.cells if least <= CELL * min(cell) and CELL * max(cell) <= most]
             width, height = (CELL * n for n in rng.choice(fitting))
             if rng.random() < 0.5:  # A picture need not be a multiple of 28.
-                return tuple(max(least, extent - rng.randrange(CELL)) for extent in (width, height))
+                width, height = (max(least, extent - rng.randrange(CELL)) for extent in (width, height))
             return width, height
-        width = least + int((most - least + 1) * rng.random() ** 1.5)
-        height = width if rng.random() < 0.6 else least + int((most - least + 1) * rng.random() ** 1.5)
+        width = least + int((most - least + 1) * rng.random() ** 2)
+        height = width if rng.random() < 0.6 else least + int((most - least + 1) * rng.random() ** 2)
         return width, height
 
 
@@ -153,13 +153,13 @@ def draw(scene: Scene, rng: random.Random) -> Image.Image:
 
 
 def camera(picture: Image.Image, rng: random.Random) -> Image.Image:
-    """Noise on one picture in five, JPEG on one in twelve."""
+    """Noise on one picture in eight, JPEG on one in sixteen."""
     r = rng.random()
-    if r < 0.2:
+    if r < 1 / 8:
         pixels = np.asarray(picture, np.float32)
         noise = _numpy(rng).standard_normal(pixels.shape, np.float32) * rng.uniform(1, 9)
         return Image.fromarray((pixels + noise).clip(0, 255).astype(np.uint8))
-    if r < 0.28:
+    if r < 3 / 16:
         buffer = io.BytesIO()
         picture.save(buffer, "JPEG", quality=rng.randint(60, 95))
         return Image.open(buffer).convert("RGB")
@@ -194,6 +194,7 @@ def outside(rng: random.Random, size: tuple[int, int]) -> Image.Image:
     width, height = size
     kind = rng.choice(("blank", "blank", "grain", "grain", "blotches", "grey", "speckles", "stripes", "gradient"))
     noise = _numpy(rng)
+    pixels: np.ndarray
     if kind == "blank":
         color = tuple(rng.randrange(256) for _ in range(3)) if rng.random() < 0.6 else (rng.choice((0, 255)),) * 3
         return camera(Image.new("RGB", (width, height), color), rng)
@@ -209,8 +210,8 @@ def outside(rng: random.Random, size: tuple[int, int]) -> Image.Image:
     else:
         across = np.linspace(0, 1, width) if rng.random() < 0.5 else np.linspace(0, 1, height)[:, None]
         share = across if kind == "gradient" else (across * rng.randint(4, 12)) % 1 < 0.5
-        first, second = (np.array([rng.randrange(256) for _ in range(3)], np.float32) for _ in range(2))
-        pixels = first + (second - first) * np.broadcast_to(share, (height, width))[..., None]
+        first, second = (np.array([rng.randrange(256) for _ in range(3)], np.float64) for _ in range(2))
+        pixels = first + (second - first) * np.broadcast_to(share, (height, width))[..., None].astype(np.float64)
     return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
 
 
@@ -268,10 +269,9 @@ def _outline(shape: str) -> tuple[tuple[float, float], ...]:
     w = 0.3  # Half the width of a cross's beam.
     e = math.sqrt(1 - w * w)
     quarter = ((w, -w), (w, -e), (-w, -e))
-    corners = []
-    for _ in range(4):
-        corners.extend(quarter)
-        quarter = tuple((v, -u) for u, v in quarter)
+    corners = [(u, v) for u, v in quarter]
+    for _ in range(3):
+        corners += [(v, -u) for u, v in corners[-3:]]
     return tuple(corners)
 
 
