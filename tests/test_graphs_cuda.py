@@ -70,6 +70,9 @@ class FakeCuda:
     def synchronize(self, device):
         self.log.append("synchronize")
 
+    def empty_cache(self):
+        pass
+
     def memory_snapshot(self, pool):
         self.num_snapshots += 1
         return [{"address": t.data_ptr(), "total_size": t.nbytes} for t in self.pool_tensors]

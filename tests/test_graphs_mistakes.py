@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from toy_decoder import HEAD_DIM, HIDDEN, NUM_HEADS, Attention, Decoder, Toy, attend
 
-from kimi_k25.graphs import BucketPolicy, CaptureError, PointerMovedError, VerificationError
+from kimi_k25.graphs import BucketPolicy, CaptureError, PointerMovedError, VerificationError, break_point
 
 
 class Wrapped(nn.Module):
@@ -200,6 +200,26 @@ def test_an_undecorated_attention_is_caught_by_the_number_of_breaks():
 
     with pytest.raises(CaptureError, match="met 2 break points, expected 3, one a layer; an attention without"):
         toy.runner()
+
+
+def test_a_break_that_writes_into_another_argument_is_caught():
+    @break_point
+    def attend_in_place(q, out):
+        q.mul_(2)
+        out.copy_(q)
+
+    class InPlace(Attention):
+        def forward(self, x, inputs, step):
+            q, out = self.o_proj(x), torch.empty_like(x)
+            attend_in_place(q, out)
+            return q + out  # of q, the graph sees what it made itself
+
+    toy = Toy()
+    for layer in toy.decoder.layers:
+        layer.attn = InPlace()
+
+    with pytest.raises(VerificationError, match="replay != eager"):
+        toy.runner().verify(1)
 
 
 def test_dirty_pad_rows_of_a_break_are_zeroed():

@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+
 import pytest
 from torch import nn
 
@@ -101,3 +105,12 @@ def test_an_attribute_that_is_no_module_is_named():
 
     with pytest.raises(DecoderNotFoundError, match=r"Holder.model \(str, not a module\)"):
         resolve_decoder(wrapper)
+
+
+def test_importing_the_package_imports_no_torch_and_every_name_is_there():
+    code = (
+        "import sys, kimi_k25.graphs as graphs; assert 'torch' not in sys.modules; "
+        "assert all(getattr(graphs, name) for name in graphs.__all__)"
+    )
+
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})

@@ -44,9 +44,9 @@ def break_point(fn: Callable[P, None]) -> Callable[P, None]:
     Outside a capture, and in a full graph, the call costs one context-variable read and runs as written.
 
     The contract: `fn` has a parameter named `out`, a tensor of `(num_tokens, ...)` that it writes, and it
-    returns None. Tensors in its arguments (in nested lists, tuples and dicts too) that the graph produced are
-    handed over in buffers of the runner; every other tensor and object is recorded by reference. So facts
-    that change from step to step belong in one mutable object that the caller rewrites before each run.
+    returns None. Tensors in its arguments (in nested lists, tuples and dicts too) that the graph made are handed
+    over in buffers of the runner, from which only `out` goes back; every other tensor and object is recorded by
+    reference. So facts that change from step to step belong in one mutable object, rewritten before each run.
 
     Raises:
         BreakPointError: at decoration, `fn` has no parameter `out`.

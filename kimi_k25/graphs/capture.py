@@ -67,7 +67,8 @@ class BridgeBuffers:
 
     def like(self, key: str, tensor: Tensor) -> Tensor:
         """A view of the buffer of `key` with the shape and strides of `tensor`: kernels may depend on both."""
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        extent = last + 1 if tensor.numel() else 0
         buffer = self._buffers.get((key, tensor.dtype))
         if buffer is None or buffer.numel() < extent:
             with self._backend.outside():

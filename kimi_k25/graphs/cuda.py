@@ -56,6 +56,7 @@ class CudaGraphs:
     def recording(self) -> Iterator[None]:
         """One forward. Segments begin and end inside."""
         self._foreign.clear()
+        self._cuda.empty_cache()  # what warm-up left cached is of no use to the graphs' own pool
         with self.warming():
             yield
 
