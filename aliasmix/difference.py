@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from operator import attrgetter
 
@@ -70,7 +70,7 @@ def compare_keys(reference: Tensors, current: Tensors, allow_added: Collection[s
             finding(
                 "KEY_MOVED",
                 (move.old, move.new),
-                f"{_number(move.pairs)} moved, with shape and dtype unchanged; e.g. {' -> '.join(move.pairs[0])}",
+                f"moved, with shape and dtype unchanged; e.g. {' -> '.join(move.pairs[0])}",
                 count=len(move.pairs),
             )
         )
@@ -109,7 +109,7 @@ def _plain(value: object) -> object:
 def _grouped(code: str, group: Group, detail: str, fix: str = "", **rest: object) -> Finding:
     count = len(group.names)
     if count > 1:
-        detail = f"{_number(group.names)}, e.g. {group.names[0]}: {detail}"
+        detail = f"e.g. {group.names[0]}: {detail}"
     return finding(code, (group.path,), detail, fix, count=count, **rest)
 
 
@@ -123,8 +123,3 @@ def _prefix(path: str) -> str:
 
 def _spell(info: TensorInfo) -> str:
     return f"{info.dtype} {list(info.shape)}" if info.dtype else info.kind
-
-
-def _number(names: Iterable[object]) -> str:
-    count = sum(1 for _ in names)
-    return f"{count:,} key{'s' if count != 1 else ''}"

@@ -275,13 +275,13 @@ def _reads_as(module: nn.Module, name: str, value: object) -> bool:
 
 
 def _alias_findings(found: Walk) -> Iterator[Finding]:
-    tensors = {id(slot.tensor) for slot in found.slots}
+    parameters = {id(slot.tensor) for slot in found.slots}
     tables = {cls: aliases_of(cls) for cls in {type(module) for module in found.modules.values()}}
     tried: set[type] = set()
     for path, module in found.modules.items():
         cls = type(module)
         for name, alias in tables[cls].items():
-            yield from _alias(join(path, name), module, alias, found, tensors)
+            yield from _alias(join(path, name), module, alias, found, parameters)
             if cls not in tried and not is_guarded(cls, name):
                 yield finding(
                     "ALIAS_UNGUARDED",
@@ -302,7 +302,7 @@ def _alias_findings(found: Walk) -> Iterator[Finding]:
 
 
 def _alias(
-    path: str, module: nn.Module, alias: ReadOnlyAlias[Any], found: Walk, tensors: set[int]
+    path: str, module: nn.Module, alias: ReadOnlyAlias[Any], found: Walk, parameters: set[int]
 ) -> Iterator[Finding]:
     try:
         value: Any = ReadOnlyAlias[Any](alias.target).__get__(module)
@@ -326,8 +326,8 @@ def _alias(
             (path,),
             f"{alias.target!r} is a {type(value).__name__}, expected a {alias.expect.__name__}",
         )
-    is_tensor = isinstance(value, torch.Tensor) and not nn.utils.parametrize.is_parametrized(module)
-    if (isinstance(value, nn.Module) and id(value) not in found.paths) or (is_tensor and id(value) not in tensors):
+    registered = found.paths if isinstance(value, nn.Module) else parameters
+    if isinstance(value, (nn.Module, nn.Parameter)) and id(value) not in registered:
         yield finding(
             "ALIAS_TARGET_UNREGISTERED",
             (path,),

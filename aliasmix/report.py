@@ -142,7 +142,7 @@ class Report:
         """Returns the report as text, at most `MAX_LINES` findings a code, with a line that says how many more."""
         lines = [f.render() for f in self._shown()]
         lines += [f"... and {n:,} more {code}; --format json has all" for code, n in self._hidden().items()]
-        numbers = ", ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in self.stats.items())
+        numbers = ", ".join(f"{n:,} {name.removesuffix('s') if n == 1 else name}" for name, n in self.stats.items())
         found = ", ".join(
             f"{n:,} {s}{'s' if n != 1 and s != 'info' else ''}"
             for s in SEVERITIES

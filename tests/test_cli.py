@@ -141,7 +141,7 @@ def test_manifest_and_checkpoint_need_no_factory(run, here):
 
     code, out, _ = run("check", "--manifest", "keys.json", "--checkpoint", "model.safetensors")
 
-    assert (code, out) == (0, "clean; 2 expected, 2 tensors, 1 files\n")
+    assert (code, out) == (0, "clean; 2 expected, 2 tensors, 1 file\n")
 
 
 def test_allow_added_and_rename(run, here):
@@ -213,7 +213,7 @@ def test_inspect_shows_dtypes_and_prefixes(run):
 
     assert code == 0
     assert "float32                                           2                256" in out
-    assert out.endswith("clean; 1 files, 2 tensors, 256 bytes\n")
+    assert out.endswith("clean; 1 file, 2 tensors, 256 bytes\n")
     assert json.loads(run("inspect", "model.safetensors", "--format", "json")[1])["by_dtype"] == {
         "float32": {"tensors": 2, "bytes": 256}
     }
