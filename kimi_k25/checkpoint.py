@@ -93,6 +93,9 @@ def _verify(files: Checkpoint, config: KimiK25Config) -> tuple[dict[str, str], d
         Original spelling -> name in the files; what each tensor is; layers with int4 experts.
     """
     path = files.index.path if files.index else files.path
+    layers = max(config.text_config.num_hidden_layers, config.vision_config.vt_num_hidden_layers)
+    if layers > len(files.tensors):  # Before a name is made for each of a billion layers.
+        raise UnreadableFileError(path, f"holds {len(files.tensors)} tensors; config.json states {layers} layers")
     try:
         spelled = canonical_names(files.tensors)
         packed_layers = find_packed_layers(spelled, config.text_config)
@@ -161,7 +164,7 @@ def save_checkpoint(model: KimiK25ForConditionalGeneration, path: str | os.PathL
     Raises:
         FileExistsError: The folder has other files of the same names, or another model's checkpoint; nothing is
             written.
-        OSError: The folder cannot be written; the old checkpoint is untouched.
+        OSError: The folder cannot be written, or the disk is full.
     """
     folder = Path(path)
     source: Path | None = getattr(model, _SOURCE, None)

@@ -40,7 +40,8 @@ def write_checkpoint(folder: Path, shards: list[Tensors], read: Read, side_files
         side_files: Name -> content of files that the folder does not have yet.
 
     Raises:
-        OSError: The disk is full, or the folder cannot be written; the old checkpoint is untouched.
+        OSError: The disk is full, or the folder cannot be written. The old checkpoint is untouched; only if what it
+            left cannot be deleted is the new one in its place already.
         UnreadableFileError: The folder's index cannot be read, so what it uses is not known.
     """
     index_path = folder / INDEX_NAME
@@ -62,6 +63,7 @@ def write_checkpoint(folder: Path, shards: list[Tensors], read: Read, side_files
         created.append(folder / name)
 
     last = SINGLE_NAME if is_single else INDEX_NAME
+    is_last_step = False
     try:
         for name, content in side_files.items():
             write(name, iter([content]))
@@ -73,8 +75,11 @@ def write_checkpoint(folder: Path, shards: list[Tensors], read: Read, side_files
             if name != last:
                 publish(name)
         _sync_folder(folder)
+        is_last_step = True
         os.replace(folder / f"{last}.tmp", folder / last)
     except BaseException:
+        if is_last_step and not (folder / f"{last}.tmp").exists():
+            raise  # Interrupted right after the rename: what was created is the checkpoint now.
         for path in created:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
