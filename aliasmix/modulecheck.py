@@ -84,35 +84,43 @@ class _Ties:
         ]
 
     def reason(self, names: list[str]) -> str:
-        """Returns why these names may share, or "" if nothing says so."""
+        """Returns why these names may share, or "" if nothing says so of all of them."""
         parent = {name: name for name in names}
-        used = []
 
         def top(name: str) -> str:
             while parent[name] != name:
                 name = parent[name]
             return name
 
-        for left, right in self.rules:
+        used = []
+        for rule in self.rules:
             for name in names:
-                for a, b in ((left, right), (right, left)):
+                for a, b in (rule, rule[::-1]):
                     if is_under(name, a) and (other := replace_prefix(name, a, b)) in parent:
                         parent[top(name)] = top(other)
-                        used.append((left, right))
-        if len({top(name) for name in names}) == 1:
-            self.used.update(used)
-            return "allowed by " + ", ".join(f"'{a} = {b}'" for a, b in dict.fromkeys(used))
+                        used.append(rule)
+        by_rule = dict.fromkeys(used)
+        by_class = []
         for prefix, keys in self.declared:
-            inner = [name[len(prefix) :].lstrip(".") for name in names if is_under(name, prefix)]
-            if len(inner) < len(names):
-                continue
-            if isinstance(keys, Mapping):  # target -> source, transformers 5
-                patterns, needed = [*keys.keys(), *keys.values()], len(inner)
-            else:  # the targets only
-                patterns, needed = list(keys), len(inner) - 1
-            if sum(any(re.match(pattern, name) for pattern in patterns) for name in inner) >= needed:
-                return f"declared by _tied_weights_keys of {prefix or 'the root'}"
-        return ""
+            declared = [name for name in names if is_under(name, prefix) and _declares(keys, name[len(prefix) :])]
+            if declared and not isinstance(keys, Mapping):  # the targets only: any one name may be their source
+                declared += [name for name in names if name not in declared][:1]
+            for name in declared[1:]:
+                if top(name) != top(declared[0]):
+                    parent[top(name)] = top(declared[0])
+                    by_class.append(prefix or "the root")
+        if len({top(name) for name in names}) > 1:
+            return ""
+        self.used.update(by_rule)
+        reasons = [f"allowed by '{a} = {b}'" for a, b in by_rule]
+        reasons += [f"declared by _tied_weights_keys of {owner}" for owner in dict.fromkeys(by_class)]
+        return ", ".join(reasons)
+
+
+def _declares(keys: Mapping[str, str] | Iterable[str], name: str) -> bool:
+    """Whether a class's `_tied_weights_keys`, target -> source since transformers 5, speak of a name."""
+    patterns = [*keys.keys(), *keys.values()] if isinstance(keys, Mapping) else keys
+    return any(re.match(pattern, name.lstrip(".")) for pattern in patterns)
 
 
 def _duplicates(found: Walk, ties: _Ties) -> Iterator[Finding]:

@@ -264,6 +264,18 @@ def test_ties_declared_the_hugging_face_way_are_info(keys):
     assert "declared by _tied_weights_keys of language_model" in report.findings[0].detail
 
 
+def test_a_tie_may_be_declared_in_parts_by_inner_and_outer_classes():
+    lm = tied()
+    lm.model.shared = nn.Embedding(8, 4)
+    lm.model.shared.weight = lm.lm_head.weight
+    lm.model._tied_weights_keys = {"embed_tokens.weight": "shared.weight"}
+    assert not check_module(lm).ok
+
+    lm._tied_weights_keys = {"lm_head.weight": "model.shared.weight"}
+    report = check_module(lm)
+    assert report.ok and codes(report) == ["TIED_TENSOR"]
+
+
 def test_an_undeclared_tie_beside_declared_ones_is_an_error():
     lm = tied()
     lm._tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -274,12 +286,13 @@ def test_an_undeclared_tie_beside_declared_ones_is_an_error():
     assert [(f.code, f.severity) for f in report.findings] == [("TIED_TENSOR", "error"), ("TIED_TENSOR", "info")]
 
 
-def test_transformers_ties_need_no_rule():
-    from transformers import T5Config, T5ForConditionalGeneration
+@pytest.mark.parametrize("name", ["T5", "Bart"])
+def test_transformers_ties_need_no_rule(name):
+    import transformers
 
-    config = T5Config(vocab_size=16, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    config = getattr(transformers, f"{name}Config")(vocab_size=16, d_model=16, num_layers=1, encoder_layers=1)
     with torch.device("meta"):
-        model = T5ForConditionalGeneration(config)
+        model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
 
     report = check_module(model)
 
