@@ -8,8 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from .engine import Engine
 from .graphs import GraphPlan, GraphRunner, InputSpec, resolve_decoder
 from .layers.kv_cache import AttentionBatch, CachedSequence, CacheStep, PagedKVCache
+from .model import KimiK25ForConditionalGeneration
 
 
 class GraphedDecoder:
@@ -120,3 +122,27 @@ class GraphedDecoder:
             num_tokens, self._hidden_size, generator=generator, device=self.cache.layers.device, dtype=self._dtype
         )
         return self._inputs(embeds, batch)
+
+
+def graphed_engine(
+    model: KimiK25ForConditionalGeneration, *, plan: GraphPlan, max_seq_len: int, max_seqs: int = 1
+) -> tuple[Engine, GraphRunner]:
+    """An engine that runs its steps through graphs, all captured and checked to stay in place, and their runner.
+
+    Args:
+        max_seq_len: Most tokens of a sequence, the answer's too: the cache is made for that many, once.
+        max_seqs: Most sequences of a generate().
+
+    Raises:
+        ValueError: The plan has decode graphs for more sequences than the cache is to hold.
+    """
+    if plan.decode is not None and plan.decode.maximum > max_seqs:
+        raise ValueError(f"the plan has decode graphs for {plan.decode.maximum} sequences, but max_seqs is {max_seqs}")
+    weight = model.language_model.lm_head.weight
+    cache = PagedKVCache(
+        model.config.text_config, max_seqs=max_seqs, max_seq_len=max_seq_len, dtype=weight.dtype, device=weight.device
+    )
+    decoder = GraphedDecoder(model, cache, plan)
+    decoder.runner.capture()
+    decoder.runner.freeze()
+    return Engine(model, cache=cache, decoder=decoder), decoder.runner

@@ -9,12 +9,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from .layers.kv_cache import CachedSequence, PagedKVCache
+from .layers.kv_cache import AttentionBatch, CachedSequence, PagedKVCache
 from .layers.sampling import sample
 from .model import KimiK25ForConditionalGeneration
 
@@ -81,36 +81,54 @@ class _Sequence:
         return self.embeds.shape[0] - self.cached.length
 
 
-@dataclass(slots=True, kw_only=True)
+class Decoder(Protocol):
+    """The decoder stack, as DeepseekV3ForCausalLM.forward has it."""
+
+    def __call__(self, inputs_embeds: Tensor, batch: AttentionBatch) -> Tensor: ...
+
+
 class Engine:
     """Continues prompts with one model.
 
-    Attributes:
+    Args:
+        cache: Kept from call to call, as graphs need it; None makes one of the right size for each call.
+        decoder: What runs the stack over that cache, a GraphedDecoder for example; None: the model's own.
         prefill_chunk: Most prompt tokens of one step.
-        page_size: Tokens of a cache page.
+
+    Attributes:
         timings_ms: Of the last generate(): "embed" (the vision tower is in it), "prefill", and "sample" of the first
             tokens.
     """
 
-    model: KimiK25ForConditionalGeneration
-    prefill_chunk: int = 2048
-    page_size: int = 64
-    timings_ms: dict[str, float] = field(default_factory=dict)
+    def __init__(
+        self,
+        model: KimiK25ForConditionalGeneration,
+        *,
+        cache: PagedKVCache | None = None,
+        decoder: Decoder | None = None,
+        prefill_chunk: int = 2048,
+    ) -> None:
+        self.model = model
+        self.decoder: Decoder = decoder or model.language_model
+        self.prefill_chunk = prefill_chunk
+        self.timings_ms: dict[str, float] = {}
+        self._cache = cache
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Iterator[GeneratedToken]:
         """Yields tokens as they are drawn, those of one step in the prompts' order.
 
         Raises:
-            ValueError: A prompt is empty, has an id outside the vocabulary, or leaves no room in the model's context.
+            ValueError: A prompt is empty, has an id outside the vocabulary, or leaves no room in the model's context
+                or in the cache.
+            CacheFullError: The prompts together do not fit in the cache.
         """
         weight = self.model.language_model.lm_head.weight
         limits = [min(sampling.max_new_tokens, self._room(prompt)) for prompt in prompts]
-        cache = PagedKVCache(
+        cache = self._cache or PagedKVCache(
             self.model.config.text_config,
             max_seqs=len(prompts),
             max_seq_len=max(p.input_ids.shape[0] + limit for p, limit in zip(prompts, limits, strict=True)),
-            page_size=self.page_size,
             dtype=weight.dtype,
             device=weight.device,
         )
@@ -120,30 +138,34 @@ class Engine:
                 _Sequence(i, self._embed(prompt), limit)
                 for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
             ]
-        with self._timed("prefill"):
-            hidden = self._prefill(running, cache)
-        with self._timed("sample"):
-            ids = self._sample(hidden, sampling, generator)
-        while True:
-            alive = []
-            for row, (sequence, token_id) in enumerate(zip(running, ids.tolist(), strict=True)):
-                sequence.num_generated += 1
-                reason: FinishReason | None = None
-                if token_id in self.model.config.stop_token_ids:
-                    reason = "stop"
-                elif sequence.num_generated == sequence.limit:
-                    reason = "length"
-                yield GeneratedToken(sequence.index, token_id, reason)
-                if reason is None:
-                    alive.append(row)
-                else:
-                    cache.release(sequence.cached)
-            if not alive:
-                return
-            running = [running[row] for row in alive]
-            batch = cache.step([s.cached for s in running], [1] * len(running))
-            embeds = self.model.language_model.model.embed_tokens(ids[alive])
-            ids = self._sample(self.model.language_model(embeds, batch), sampling, generator)
+        try:
+            with self._timed("prefill"):
+                hidden = self._prefill(running, cache)
+            with self._timed("sample"):
+                ids = self._sample(hidden, sampling, generator)
+            while True:
+                alive = []
+                for row, (sequence, token_id) in enumerate(zip(running, ids.tolist(), strict=True)):
+                    sequence.num_generated += 1
+                    reason: FinishReason | None = None
+                    if token_id in self.model.config.stop_token_ids:
+                        reason = "stop"
+                    elif sequence.num_generated == sequence.limit:
+                        reason = "length"
+                    yield GeneratedToken(sequence.index, token_id, reason)
+                    if reason is None:
+                        alive.append(row)
+                    else:
+                        cache.release(sequence.cached)
+                running = [running[row] for row in alive]
+                if not running:
+                    return
+                batch = cache.step([s.cached for s in running], [1] * len(running))
+                embeds = self.model.language_model.model.embed_tokens(ids[alive])
+                ids = self._sample(self.decoder(embeds, batch), sampling, generator)
+        finally:  # The caller may stop listening at any token.
+            for sequence in running:
+                cache.release(sequence.cached)
 
     def _room(self, prompt: Prompt) -> int:
         """How many tokens fit behind the prompt."""
@@ -153,13 +175,12 @@ class Engine:
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= text.vocab_size:
             raise ValueError(f"input_ids has ids from {low} to {high}; the vocabulary ends at {text.vocab_size - 1}")
-        room = text.max_position_embeddings - ids.shape[0]
-        if room < 1:
-            raise ValueError(
-                f"the prompt has {ids.shape[0]} tokens; the model's context holds {text.max_position_embeddings}, "
-                "one of them for the answer"
-            )
-        return room
+        holds, what = text.max_position_embeddings, "the model's context"
+        if self._cache is not None and self._cache.max_seq_len < holds:
+            holds, what = self._cache.max_seq_len, "the cache"
+        if ids.shape[0] >= holds:
+            raise ValueError(f"the prompt has {ids.shape[0]} tokens; {what} holds {holds}, one of them for the answer")
+        return holds - ids.shape[0]
 
     def _embed(self, prompt: Prompt) -> Tensor:
         device = self.model.language_model.lm_head.weight.device
@@ -167,7 +188,7 @@ class Engine:
         return self.model.embed(prompt.input_ids.to(device), *media)
 
     def _prefill(self, sequences: Sequence[_Sequence], cache: PagedKVCache) -> Tensor:
-        """Runs all prompts in steps of at most prefill_chunk tokens; their last hidden states, (num_seqs, hidden_size)."""
+        """Runs all prompts, at most prefill_chunk tokens a step; their last hidden states, (num_seqs, hidden_size)."""
         last = [sequences[0].embeds[0]] * len(sequences)
         while pending := [s for s in sequences if s.num_pending]:
             step: list[tuple[_Sequence, Tensor]] = []
@@ -179,7 +200,7 @@ class Engine:
                     budget -= step[-1][1].shape[0]
             lengths = [embeds.shape[0] for _, embeds in step]
             batch = cache.step([sequence.cached for sequence, _ in step], lengths)
-            hidden = self.model.language_model(torch.cat([embeds for _, embeds in step]), batch)
+            hidden = self.decoder(torch.cat([embeds for _, embeds in step]), batch)
             for (sequence, _), rows in zip(step, hidden.split(lengths), strict=True):
                 last[sequence.index] = rows[-1]
         return torch.stack(last)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from PIL import Image
 
-    from .engine import SamplingParams
+    from .engine import Engine, SamplingParams
     from .model import KimiK25ForConditionalGeneration
     from .processor import Processor
     from .streaming import GenerationStats, GenerationStep, Video
@@ -47,6 +47,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seed", metavar="S", type=int, default=0, help="same seed, same answer (default 0)")
     add("--device", metavar="D", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
     add("--dtype", choices=["float32", "bfloat16"], help="default: float32 on the CPU, the checkpoint's on a GPU")
+    graphs = ["auto", "off", "strict"]
+    add("--graphs", choices=graphs, default="auto", help="CUDA graphs: on with a GPU; strict: end where a step cannot")
+    add("--max-seq-len", metavar="N", type=int, default=16384, help="with graphs: tokens in and out (default 16384)")
     add("--json", action="store_true", help="print one object: text, reasoning, token_ids, finish_reason, timings")
     add("--debug", action="store_true", help="show the traceback of an error")
     return parser
@@ -103,7 +106,7 @@ def _run(args: argparse.Namespace, terminal: _Terminal, stage: list[int]) -> int
     )
     images, videos = [open_image(path) for path in args.image], [open_video(path) for path in args.video]
     model, processor = _load(args, terminal)
-    chat = _Chat(model, processor, sampling, args, terminal)
+    chat = _Chat(_engine(model, args, terminal), processor, sampling, args, terminal)
     if args.system:
         chat.messages.append({"role": "system", "content": args.system})
     code = 0
@@ -144,6 +147,29 @@ def _load(args: argparse.Namespace, terminal: _Terminal) -> tuple[KimiK25ForCond
     return load_model(checkpoint, device=device, dtype=dtype), processor
 
 
+def _engine(model: KimiK25ForConditionalGeneration, args: argparse.Namespace, terminal: _Terminal) -> Engine:
+    """An engine with graphs on a GPU; says what was captured, or why nothing was."""
+    from .decoder_graphs import graphed_engine
+    from .engine import Engine
+    from .graphs import BucketPolicy, GraphPlan
+
+    is_cuda = model.language_model.lm_head.weight.is_cuda
+    if args.graphs == "strict" and not is_cuda:
+        raise ValueError("--graphs strict needs a CUDA device; the model is on the CPU")
+    if args.graphs == "off" or not is_cuda:
+        terminal.say(f"graphs: eager ({'--graphs off' if args.graphs == 'off' else 'no CUDA graphs on cpu'})")
+        return Engine(model)
+    plan = GraphPlan(
+        prefill=BucketPolicy.prefill(min(2048, args.max_seq_len)),
+        decode=BucketPolicy.decode(1),
+        strict=args.graphs == "strict",
+    )
+    max_seq_len = min(args.max_seq_len, model.config.text_config.max_position_embeddings)
+    engine, runner = graphed_engine(model, plan=plan, max_seq_len=max_seq_len)
+    terminal.say(runner.describe())
+    return engine
+
+
 def _read_line(terminal: _Terminal) -> str | None:
     terminal.dim("> ")
     line = sys.stdin.readline()
@@ -155,13 +181,13 @@ class _Chat:
 
     def __init__(
         self,
-        model: KimiK25ForConditionalGeneration,
+        engine: Engine,
         processor: Processor,
         sampling: SamplingParams,
         args: argparse.Namespace,
         terminal: _Terminal,
     ) -> None:
-        self.model, self.processor, self.sampling = model, processor, sampling
+        self.engine, self.processor, self.sampling = engine, processor, sampling
         self.as_json, self.thinking, self.terminal = args.json, args.thinking, terminal
         self.messages: list[dict[str, Any]] = []
         self.images: list[Image.Image] = []
@@ -180,13 +206,14 @@ class _Chat:
         last, code = None, 0
         try:
             for step in stream_generate(
-                self.model,
+                self.engine.model,
                 self.processor,
                 self.messages,
                 images=self.images,
                 videos=self.videos,
                 thinking=self.thinking,
                 sampling=self.sampling,
+                engine=self.engine,
             ):
                 last = step
                 token_ids.append(step.token_id)

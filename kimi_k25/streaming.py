@@ -86,7 +86,7 @@ def stream_generate(
     started = time.perf_counter()
     if sampling is None:
         sampling = SamplingParams(temperature=1.0 if thinking else 0.6)
-    engine = engine or Engine(model=model)
+    engine = engine or Engine(model)
     batch = processor(messages, images=images, videos=videos, thinking=thinking, tools=tools)
     prompt = Prompt(input_ids=batch.input_ids, pixel_values=batch.pixel_values, grid_thws=batch.grid_thws)
     process_ms = (time.perf_counter() - started) * 1000

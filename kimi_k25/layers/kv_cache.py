@@ -115,6 +115,11 @@ class PagedKVCache:
         self.layers = torch.zeros(shape, dtype=dtype, device=device)
         self._free_pages = list(range(num_pages - 1, 0, -1))
 
+    @property
+    def max_seq_len(self) -> int:
+        """Most tokens of one sequence, a whole number of pages."""
+        return self.max_pages_per_seq * self.page_size
+
     def step(self, sequences: Sequence[CachedSequence], lengths: Sequence[int]) -> AttentionBatch:
         """Makes room for lengths[i] new tokens behind sequences[i], and describes the step that writes them.
 
@@ -123,11 +128,10 @@ class PagedKVCache:
         """
         ends = [sequence.length + length for sequence, length in zip(sequences, lengths, strict=True)]
         wanted = [-(-end // self.page_size) - len(s.pages) for s, end in zip(sequences, ends, strict=True)]
-        if sum(wanted) > len(self._free_pages) or max(ends) > self.max_pages_per_seq * self.page_size:
+        if sum(wanted) > len(self._free_pages) or max(ends) > self.max_seq_len:
             raise CacheFullError(
                 f"this step needs {sum(wanted)} pages of {self.page_size} tokens and sequences of up to {max(ends)}; "
-                f"{len(self._free_pages)} pages are free and a sequence holds at most "
-                f"{self.max_pages_per_seq * self.page_size} tokens"
+                f"{len(self._free_pages)} pages are free and a sequence holds at most {self.max_seq_len} tokens"
             )
         positions: list[int] = []
         slots: list[int] = []

@@ -1,0 +1,76 @@
+"""Generation through graphs: the same tokens as without, and every step by the graph that was captured for it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from oracle_media import make_image
+
+from kimi_k25 import Prompt, SamplingParams, load_model, load_processor
+from kimi_k25.decoder_graphs import graphed_engine
+from kimi_k25.graphs import BucketPolicy, GraphPlan
+
+ORACLE = Path(__file__).parent / "data/oracle"
+GREEDY = json.loads((ORACLE / "goldens.json").read_text())["greedy"]
+SAMPLING = SamplingParams(max_new_tokens=16, temperature=0)
+
+
+def plan(max_seqs):
+    prefill, decode = BucketPolicy.of([32, 64]), BucketPolicy.decode(max_seqs)
+    return GraphPlan(backend="tape", prefill=prefill, decode=decode, poison=True, strict=True)
+
+
+def prompts(folder):
+    processor = load_processor(folder)
+    text = processor("What is the answer? 你好世界")
+    image = processor("Describe this picture.", images=[make_image("A")])
+    return [Prompt(input_ids=b.input_ids, pixel_values=b.pixel_values, grid_thws=b.grid_thws) for b in (text, image)]
+
+
+@pytest.mark.parametrize(("checkpoint", "variant"), [("tiny_bf16", "base"), ("tiny_int4", "int4")])
+def test_text_image_and_both_together_give_the_golden_tokens(checkpoint, variant):
+    model = load_model(ORACLE / checkpoint)
+    model.config = replace(model.config, stop_token_ids=frozenset())
+    text, image = prompts(ORACLE / checkpoint)
+    golden = [GREEDY[f"{variant}.fp32.{kind}"]["ids"] for kind in ("text", "image")]
+    engine, runner = graphed_engine(model, plan=plan(2), max_seq_len=128, max_seqs=2)
+
+    for batch, expected in (([text], golden[:1]), ([image], golden[1:]), ([text, image], golden), ([text], golden[:1])):
+        tokens: list[list[int]] = [[] for _ in batch]
+        for token in engine.generate(batch, SAMPLING):
+            tokens[token.index].append(token.token_id)
+
+        assert tokens == expected
+    assert runner.stats()["runs"] == {"piecewise": 4, "full": 4 * 15}
+    runner.close()
+
+
+def test_a_listener_that_leaves_gives_its_pages_back():
+    model = load_model(ORACLE / "tiny_bf16")
+    text, _ = prompts(ORACLE / "tiny_bf16")
+    engine, runner = graphed_engine(model, plan=plan(1), max_seq_len=64)
+    for _ in range(3):  # Each needs the cache's only sequence.
+        tokens = engine.generate([text], SAMPLING)
+        next(tokens)
+        tokens.close()
+
+    assert len(list(engine.generate([text], SAMPLING))) > 1
+    runner.close()
+
+
+def test_a_prompt_beyond_the_cache_is_refused():
+    model = load_model(ORACLE / "tiny_bf16")
+    engine, runner = graphed_engine(model, plan=plan(1), max_seq_len=64)
+
+    with pytest.raises(ValueError, match="the prompt has 64 tokens; the cache holds 64, one of them for the answer"):
+        next(engine.generate([Prompt(input_ids=torch.ones(64, dtype=torch.int64))], SAMPLING))
+    runner.close()
+
+
+def test_decode_graphs_beyond_the_cache_are_refused():
+    model = load_model(ORACLE / "tiny_bf16")
+
+    with pytest.raises(ValueError, match="decode graphs for 4 sequences, but max_seqs is 2"):
+        graphed_engine(model, plan=plan(4), max_seq_len=64, max_seqs=2)
