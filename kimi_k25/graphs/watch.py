@@ -37,6 +37,8 @@ _HOST_READS = {
 }
 # They wait for the device inside their CUDA kernels, where no operator shows it.
 _HIDDEN_WAITS = {torch.ops.aten.multinomial.default, torch.ops.aten._linalg_check_errors.default}
+# one_hot looks for values out of range on the CPU only, once the number of classes is given.
+_ONE_HOT = torch.nn.functional.one_hot
 _MASKABLE = {torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default}
 
 _SKIPPED_FOLDERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
@@ -134,6 +136,7 @@ class CaptureWatch:
         self.on_issue = on_issue
         self.on_op = on_op
         self._surface = ""
+        self._excused = False
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -157,7 +160,8 @@ class CaptureWatch:
             self.active = was
 
     def report(self, op: str, reason: str) -> None:
-        self.on_issue(CaptureIssue(op, reason, *_locate()))
+        if not self._excused:
+            self.on_issue(CaptureIssue(op, reason, *_locate()))
 
     def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.active:
@@ -167,11 +171,11 @@ class CaptureWatch:
             self.report(name, reason)
             with self.paused():  # one report a call, though more waits may hide below
                 return func(*args, **kwargs)
-        outer, self._surface = self._surface, name
+        outer, self._surface, self._excused = self._surface, name, func is _ONE_HOT and len(args) + len(kwargs) > 1
         try:
             return func(*args, **kwargs)
         finally:
-            self._surface = outer
+            self._surface, self._excused = outer, False
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.active:
