@@ -50,8 +50,9 @@ def check_checkpoint(
     findings = index_findings(checkpoint)
     rules = [parse_rule(rule) for rule in rename]
     found = _renamed(checkpoint.tensors, rules)
-    expected = {name: info for name, info in reference.tensors.items() if info.kind != "extra"}
+    expected = dict(reference.tensors)
     if expected.keys() != found.keys():
+        expected = {name: info for name, info in expected.items() if info.kind != "extra"}
         stand_ins = list(_stand_ins(expected, found, reference, _kept(checkpoint)))
         for name, other, why in stand_ins:
             if _WHY[why][0] == "CKPT_WRONG_KEEPER" and other in found:

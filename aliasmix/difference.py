@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
-from operator import attrgetter
 
 from aliasmix.names import Group, find_moves, fold
 from aliasmix.report import Finding, finding
@@ -23,8 +22,7 @@ def compare_tensors(expected: Tensors, found: Tensors) -> list[Finding]:
     Returns:
         CKPT_MISSING, CKPT_UNEXPECTED, CKPT_SHAPE and CKPT_DTYPE findings, whole subtrees folded into one each.
     """
-    missing = {name: info for name, info in expected.items() if name not in found}
-    unexpected = {name: info for name, info in found.items() if name not in expected}
+    missing, unexpected = _apart(expected, found)
     findings = []
     moves = find_moves(unexpected, missing, lambda a, b: _is_same(unexpected[a], missing[b])) if missing else []
     renames = {
@@ -45,9 +43,7 @@ def compare_tensors(expected: Tensors, found: Tensors) -> list[Finding]:
         findings.append(
             _grouped("CKPT_UNEXPECTED", group, f"in the checkpoint{where} but not expected: {_spell(info)}")
         )
-    findings += _changed("CKPT_SHAPE", expected, found, "shape", "checkpoint has")
-    findings += _changed("CKPT_DTYPE", expected, found, "dtype", "checkpoint has")
-    return findings
+    return findings + _changed("CKPT_", expected, found, "checkpoint has")
 
 
 def compare_keys(reference: Tensors, current: Tensors, allow_added: Collection[str] = ()) -> list[Finding]:
@@ -61,8 +57,7 @@ def compare_keys(reference: Tensors, current: Tensors, allow_added: Collection[s
     Returns:
         KEY_MOVED, KEY_ADDED, KEY_REMOVED, SHAPE, DTYPE and KIND findings, each moved prefix and whole subtree once.
     """
-    removed = {name: info for name, info in reference.items() if name not in current}
-    added = {name: info for name, info in current.items() if name not in reference}
+    removed, added = _apart(reference, current)
     findings = []
     moves = find_moves(removed, added, lambda a, b: _is_same(removed[a], added[b])) if removed and added else []
     for move in moves:
@@ -83,27 +78,35 @@ def compare_keys(reference: Tensors, current: Tensors, allow_added: Collection[s
         detail = f"added: {_spell(added[group.names[0]])}"
         severity = {"severity": "info"} if group.label else {}
         findings.append(_grouped("KEY_ADDED", group, detail + (", as allowed" if severity else ""), **severity))
-    findings += _changed("SHAPE", reference, current, "shape", "is now")
-    findings += _changed("DTYPE", reference, current, "dtype", "is now")
-    known = {n: info for n, info in reference.items() if info.kind != "tensor" and n in current}
-    now = {n: current[n] for n in known if current[n].kind != "tensor"}
-    findings += _changed("KIND", known, now, "kind", "is now")
-    return findings
+    return findings + _changed("", reference, current, "is now")
 
 
-def _changed(code: str, reference: Tensors, current: Tensors, attribute: str, verb: str) -> list[Finding]:
-    """Returns a finding for each subtree or name whose attribute changed in the same way."""
-    value = attrgetter(attribute)
-    changed = {}
+def _apart(a: Tensors, b: Tensors) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo]]:
+    """Returns what only the one has and what only the other has."""
+    if a.keys() == b.keys():  # as a rule, and a fifth of the time of looking
+        return {}, {}
+    return {name: a[name] for name in a if name not in b}, {name: b[name] for name in b if name not in a}
+
+
+def _changed(prefix: str, reference: Tensors, current: Tensors, verb: str) -> list[Finding]:
+    """Returns a SHAPE, DTYPE or KIND finding for each subtree or name that changed in the same way."""
+    changed: dict[str, dict[str, str]] = {"SHAPE": {}, "DTYPE": {}, "KIND": {}}
     for name, info in reference.items():
         other = current.get(name)
-        if other is not None and (a := value(info)) != (b := value(other)):
-            changed[name] = f"expected {_plain(a)}, {verb} {_plain(b)}"
-    return [_grouped(code, group, str(group.label)) for group in fold(changed, reference)]
-
-
-def _plain(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
+        if other is None or (info.shape == other.shape and info.dtype == other.dtype and info.kind == other.kind):
+            continue
+        for code, before, now in (
+            ("SHAPE", list(info.shape), list(other.shape)),
+            ("DTYPE", info.dtype, other.dtype),
+            ("KIND", info.kind, other.kind),
+        ):
+            if before != now and not (code == "KIND" and (prefix or "tensor" in (before, now))):
+                changed[code][name] = f"expected {before}, {verb} {now}"
+    return [
+        _grouped(prefix + code, group, str(group.label))
+        for code, names in changed.items()
+        for group in fold(names, reference)
+    ]
 
 
 def _grouped(code: str, group: Group, detail: str, fix: str = "", **rest: object) -> Finding:
