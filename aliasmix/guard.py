@@ -51,8 +51,8 @@ class GuardedSetattrMixin(_Base):
             type(self)._guard_next.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Tensor | nn.Module:
-        # What nn.Module.__getattr__ does, with `_modules` first: an override that called it for everything would be
-        # slower by another 0.1 us, and this one reads submodules faster than nn.Module does.
+        # What nn.Module.__getattr__ does, with `_modules` first. Calling it for parameters and buffers would add 0.25 us
+        # to each read of one; in this order no read is slower, and that of a submodule is faster.
         state = self.__dict__
         if "_modules" in state:
             if name in (modules := state["_modules"]):
@@ -101,6 +101,11 @@ def check_table(cls: type, table: Mapping[str, ReadOnlyAlias[Any]]) -> None:
         line = f"{cls.__name__}.{name} = ReadOnlyAlias({alias.target!r})"
         if hasattr(nn.Module, name) or name in nn.Module().__dict__:
             raise AliasDefinitionError(f"{line}: nn.Module has an attribute {name!r} itself; choose another name")
+        if alias.name is None:
+            raise AliasDefinitionError(
+                f"{line} was set after its class was made, where no guard knows of it; "
+                f"write `install_alias({cls.__name__}, {name!r}, {alias.target!r})`"
+            )
         if alias.name != name:
             raise AliasDefinitionError(
                 f"{line}: this alias already is {alias.name!r}; write a ReadOnlyAlias({alias.target!r}) for each name"

@@ -7,6 +7,7 @@ machine hits all of them; the clock is the thread's CPU time, and a row's figure
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -24,7 +25,8 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from aliasmix import GuardedSetattrMixin, ReadOnlyAlias
 
-REPEATS = 500
+REPEATS = 100  # short, so that many a round meets no interruption
+NUM_ROUNDS = 300
 
 
 class Inner(nn.Module):
@@ -108,15 +110,20 @@ def rows() -> dict[str, Callable[[], None]]:
     }
 
 
-def measure(num_rounds: int = 60) -> dict[str, float]:
+def measure(num_rounds: int = NUM_ROUNDS) -> dict[str, float]:
     """Nanoseconds of each row, less the empty loop."""
     functions = rows()
     best = dict.fromkeys(functions, float("inf"))
-    for _ in range(num_rounds):
-        for name, run in functions.items():
-            start = time.thread_time_ns()
-            run()
-            best[name] = min(best[name], (time.thread_time_ns() - start) / REPEATS)
+    gc.collect()
+    gc.disable()  # as timeit does; what else the process holds is not the row's cost
+    try:
+        for _ in range(num_rounds):
+            for name, run in functions.items():
+                start = time.thread_time_ns()
+                run()
+                best[name] = min(best[name], (time.thread_time_ns() - start) / REPEATS)
+    finally:
+        gc.enable()
     return {name: ns - best["pass"] for name, ns in best.items() if name != "pass"}
 
 
@@ -165,7 +172,7 @@ def main() -> None:
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
             "commit": commit,
             "command": shlex.join(["python", *sys.argv]),
-            "unit": "ns, fastest of 60 interleaved rounds, thread CPU time",
+            "unit": f"ns, fastest of {NUM_ROUNDS} interleaved rounds, thread CPU time",
             "rows": {name: round(value, 1) for name, value in ns.items()},
         }
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")

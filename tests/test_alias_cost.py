@@ -13,7 +13,7 @@ def ns():
     spec = importlib.util.spec_from_file_location("alias_cost", BENCH)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.measure(num_rounds=20)
+    return module.measure(num_rounds=100)
 
 
 def test_alias_read_is_faster_than_a_plain_submodule_read(ns):

@@ -564,6 +564,17 @@ def test_one_alias_under_two_names_is_refused():
     )
 
 
+def test_alias_that_was_set_on_a_class_later_is_refused_in_its_subclass():
+    class Wrapper(GuardedSetattrMixin, Plain): ...
+
+    Wrapper.model = ReadOnlyAlias("language_model")
+
+    assert_text(
+        definition_error(lambda: type("Derived", (Wrapper,), {})),
+        """Derived.model = ReadOnlyAlias('language_model') was set after its class was made, where no guard knows of it; write `install_alias(Derived, 'model', 'language_model')`""",
+    )
+
+
 def test_subclass_inherits_retargets_and_merges_aliases():
     class Other(GuardedSetattrMixin, nn.Module):
         head = ReadOnlyAlias("language_model.lm_head")
