@@ -51,8 +51,8 @@ class GuardedSetattrMixin(_Base):
             type(self)._guard_next.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Tensor | nn.Module:
-        # What nn.Module.__getattr__ does, with `_modules` first. Calling it for parameters and buffers would add 0.25 us
-        # to each read of one; in this order no read is slower, and that of a submodule is faster.
+        # What nn.Module.__getattr__ does, with `_modules` first. Calling it for parameters and buffers would add
+        # 0.25 us to each read of one; this adds 0.05 us at most, and reads a submodule faster than nn.Module does.
         state = self.__dict__
         if "_modules" in state:
             if name in (modules := state["_modules"]):
