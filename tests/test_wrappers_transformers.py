@@ -418,6 +418,17 @@ def test_patterns_that_register_twice_break(cls, tmp_path):
     assert not all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
 
 
+def test_second_registration_doubles_the_lora_keys_and_the_alias_does_not():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+
+    def num_lora_keys(cls):
+        config = peft.LoraConfig(r=1, target_modules=["q_proj"])
+        return sum("lora_" in key for key in peft.inject_adapter_in_model(config, self_assigned(cls)).state_dict())
+
+    num_keys = {cls.__name__: num_lora_keys(cls) for cls in (ByProperty, ByRegistration, ByAlias)}
+    assert num_keys == {"ByProperty": 4, "ByRegistration": 4, "ByAlias": 2}
+
+
 def test_pattern_that_drops_every_value_loses_a_module_without_a_word():
     module, replacement = self_assigned(ByPropertyAndSetattr), nn.Linear(1, 1)
 
