@@ -1,0 +1,155 @@
+"""Absorbed decode attention over the paged latents, in Triton: no plan, no host sync, the same bits every run.
+
+FlashInfer's wrapper wants the lengths on the host before every replay of a decode graph, about as much host work as
+the step has time; here a kernel reads the block table and the lengths itself. Keys are split over programs, the parts
+merged by a second kernel in a fixed order. layers/mla.py's latent_attention defines the result.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["decode_attention", "num_key_splits"]
+
+NUM_PROGRAMS = 264  # Two for each multiprocessor of a Hopper chip.
+
+
+def num_key_splits(num_seqs: int) -> int:
+    """Into how many parts each sequence's keys are divided: a power of two that depends on the batch size alone."""
+    return 1 << max(0, min(6, (NUM_PROGRAMS // max(num_seqs, 1)).bit_length() - 1))
+
+
+@triton.jit
+def _split_kernel(
+    q_latent, q, cos, sin, pages, block_table, seq_lens, parts, weights, scale, table_stride,
+    H: tl.constexpr, C: tl.constexpr, DN: tl.constexpr, DR: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr,
+    WIDEN: tl.constexpr,
+):  # fmt: skip
+    b, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    h = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
+    c = tl.arange(0, BLOCK_C)
+    j = tl.arange(0, BLOCK_R)
+    half = DR // 2
+    dtype = pages.dtype.element_ty
+    latent = tl.load(
+        q_latent + (b * H + h[:, None]) * C + c[None, :], mask=(h[:, None] < H) & (c[None, :] < C), other=0.0
+    )
+    mask = (h[:, None] < H) & (j[None, :] < half)
+    q_pe = q + (b * H + h[:, None]) * (DN + DR) + DN + 2 * j[None, :]
+    even = tl.load(q_pe, mask=mask, other=0.0).to(tl.float32)
+    odd = tl.load(q_pe + 1, mask=mask, other=0.0).to(tl.float32)
+    cosine = tl.load(cos + b * half + j, mask=j < half, other=0.0).to(tl.float32)[None, :]
+    sine = tl.load(sin + b * half + j, mask=j < half, other=0.0).to(tl.float32)[None, :]
+    q_even, q_odd = (even * cosine - odd * sine).to(dtype), (odd * cosine + even * sine).to(dtype)
+    if WIDEN:  # Triton's interpreter has no product of bfloat16.
+        latent, q_even, q_odd = latent.to(tl.float32), q_even.to(tl.float32), q_odd.to(tl.float32)
+
+    length = tl.load(seq_lens + b)
+    share = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_L) * BLOCK_L
+    start = split * share
+    end = tl.minimum(start + share, length)
+    highest = tl.full((BLOCK_H,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    acc = tl.zeros((BLOCK_H, BLOCK_C), tl.float32)
+    for at in range(start, end, BLOCK_L):
+        place = at + tl.arange(0, BLOCK_L)
+        seen = place < end
+        page = tl.load(block_table + b * table_stride + place // PAGE, mask=seen, other=0).to(tl.int64)
+        row = pages + (page * PAGE + place % PAGE) * (C + DR)
+        kv = tl.load(row[:, None] + c[None, :], mask=seen[:, None] & (c[None, :] < C), other=0.0)  # (L, C)
+        pe_mask = seen[None, :] & (j[:, None] < half)
+        k_even = tl.load(row[None, :] + C + 2 * j[:, None], mask=pe_mask, other=0.0)  # (R, L)
+        k_odd = tl.load(row[None, :] + C + 2 * j[:, None] + 1, mask=pe_mask, other=0.0)
+        if WIDEN:
+            kv, k_even, k_odd = kv.to(tl.float32), k_even.to(tl.float32), k_odd.to(tl.float32)
+        scores = tl.dot(latent, tl.trans(kv), input_precision="ieee")
+        scores += tl.dot(q_even, k_even, input_precision="ieee") + tl.dot(q_odd, k_odd, input_precision="ieee")
+        scores = tl.where(seen[None, :], scores * scale, float("-inf"))  # scale carries log2(e)
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        shrink = tl.exp2(highest - new_highest)
+        p = tl.exp2(scores - new_highest[:, None])
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None] + tl.dot(p.to(dtype).to(kv.dtype), kv, input_precision="ieee")
+        highest = new_highest
+
+    part = (b * SPLITS + split) * H + h
+    some = total > 0.0
+    safe = tl.where(some, total, 1.0)
+    tl.store(
+        parts + part[:, None] * C + c[None, :], acc / safe[:, None], mask=(h[:, None] < H) & (c[None, :] < C)
+    )
+    tl.store(weights + part, tl.where(some, highest + tl.log2(safe), float("-inf")), mask=h < H)
+
+
+@triton.jit
+def _merge_kernel(
+    parts, weights, out, H: tl.constexpr, C: tl.constexpr, SPLITS: tl.constexpr, BLOCK_C: tl.constexpr
+):  # fmt: skip
+    b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i = tl.arange(0, SPLITS)
+    c = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
+    row = (b * SPLITS + i) * H + h
+    weight = tl.load(weights + row)
+    weight = tl.exp2(weight - tl.max(weight, 0))
+    weight = weight / tl.sum(weight, 0)
+    values = tl.load(parts + row[:, None] * C + c[None, :], mask=c[None, :] < C, other=0.0)
+    tl.store(out + (b * H + h) * C + c, tl.sum(values * weight[:, None], 0).to(out.dtype.element_ty), mask=c < C)
+
+
+@torch.library.custom_op("kimi_k25::decode_attention", mutates_args=())
+def decode_attention(
+    q_latent: Tensor,
+    q: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+) -> Tensor:
+    """One query a sequence over its cached latents; the query's rope happens inside.
+
+    Args:
+        q_latent: (num_seqs, num_heads, kv_lora_rank), contiguous.
+        q: Not yet rotated, (num_seqs, num_heads, qk_head_dim), contiguous; only its roped part is read.
+        cos, sin: Of each sequence's position, (num_seqs, qk_rope_head_dim / 2).
+        pages: One layer's cache, (num_pages, page_size, kv_cache_dim), contiguous.
+        block_table, seq_lens: See CacheStep. Lengths are at least 1.
+        scale: Of the softmax.
+
+    Returns:
+        (num_seqs, num_heads, kv_lora_rank).
+    """
+    num_seqs, num_heads, rank = q_latent.shape
+    rope_dim = 2 * cos.shape[1]
+    assert q_latent.is_contiguous() and q.is_contiguous() and pages.is_contiguous() and block_table.stride(1) == 1
+    splits = num_key_splits(num_seqs)
+    parts = torch.empty(num_seqs, splits, num_heads, rank, dtype=torch.float32, device=q.device)
+    weights = torch.empty(num_seqs, splits, num_heads, dtype=torch.float32, device=q.device)
+    block_c = max(16, triton.next_power_of_2(rank))
+    _split_kernel[(num_seqs, splits, -(-num_heads // 16))](
+        q_latent, q, cos, sin, pages, block_table, seq_lens, parts, weights, scale * 1.4426950408889634,
+        block_table.stride(0),
+        H=num_heads, C=rank, DN=q.shape[2] - rope_dim, DR=rope_dim, PAGE=pages.shape[1], SPLITS=splits,
+        BLOCK_H=16, BLOCK_C=block_c, BLOCK_R=max(16, triton.next_power_of_2(rope_dim // 2)), BLOCK_L=32,
+        WIDEN=not q.is_cuda,
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+    out = torch.empty_like(q_latent)
+    merge_c = min(block_c, 128)
+    _merge_kernel[(num_seqs, num_heads, -(-rank // merge_c))](
+        parts, weights, out, H=num_heads, C=rank, SPLITS=splits, BLOCK_C=merge_c
+    )
+    return out
+
+
+@decode_attention.register_fake
+def _(
+    q_latent: Tensor, q: Tensor, cos: Tensor, sin: Tensor, pages: Tensor, block_table: Tensor, seq_lens: Tensor,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    return torch.empty_like(q_latent)

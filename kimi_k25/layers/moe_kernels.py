@@ -1,0 +1,390 @@
+"""Triton kernels around the routed experts: scores to a block layout, SwiGLU, and the weighted sum of expert rows.
+
+layers/moe.py defines the results. A "pair" is one token's choice of one expert, numbered token * K + choice.
+Each is a torch operator, so that a graph tape sees it. Padding rows (from num_tokens on) get the id E and no row.
+
+Suffixes: T tokens, E experts, K experts a token, P = T * K pairs, H hidden_size, I moe_intermediate_size.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["align_blocks", "combine_rows", "permute_rows", "route", "route_to_pair_blocks", "swiglu_rows"]
+
+
+@triton.jit
+def _route_kernel(
+    logits, bias, num_tokens, weights, ids, ranks, counts, sorted_ids, expert_ids, num_rows, row_stride, scaling, P,
+    E: tl.constexpr, K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, RENORMALISE: tl.constexpr,
+    HAS_PADDING: tl.constexpr, PAIR_BLOCKS: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, BLOCK_E)
+    k = tl.arange(0, BLOCK_K)
+    scores = tl.sigmoid(tl.load(logits + row * row_stride + e, mask=e < E, other=0.0).to(tl.float32))
+    biased = tl.where(e < E, scores + tl.load(bias + e, mask=e < E, other=0.0), float("-inf"))
+    chosen = tl.zeros((BLOCK_K,), tl.int32)
+    picked = tl.zeros((BLOCK_K,), tl.float32)
+    for i in tl.static_range(K):
+        best = tl.argmax(biased, 0)
+        chosen = tl.where(k == i, best, chosen)
+        picked = tl.where(k == i, tl.sum(tl.where(e == best, scores, 0.0), 0), picked)
+        biased = tl.where(e == best, float("-inf"), biased)
+    if RENORMALISE:
+        picked = picked / (tl.sum(picked, 0) + 1e-20)
+    real = True
+    if HAS_PADDING:
+        real = row < tl.load(num_tokens)
+    chosen = tl.where(real, chosen, E)
+    tl.store(weights + row * K + k, picked * scaling, mask=k < K)
+    tl.store(ids + row * K + k, chosen, mask=k < K)
+    if PAIR_BLOCKS:
+        m = tl.arange(0, BLOCK_M)[None, :]
+        pair = (row * K + k)[:, None].to(tl.int32)
+        first = (m == 0) & (chosen[:, None] < E)
+        tl.store(sorted_ids + pair * M + m, tl.where(first, pair, P), mask=(k[:, None] < K) & (m < M))
+        tl.store(expert_ids + row * K + k, tl.minimum(chosen, E - 1), mask=k < K)
+        if row == 0:
+            tl.store(num_rows, P * M)
+    else:
+        # The order of equal ids is the order of arrival, not of tokens: it says where a row lies, not what is in it.
+        rank = tl.atomic_add(counts + chosen, tl.full((BLOCK_K,), 1, tl.int32), mask=(k < K) & (chosen < E))
+        tl.store(ranks + row * K + k, rank, mask=k < K)
+
+
+def _launch_route(
+    logits: Tensor, bias: Tensor, num_tokens: Tensor | None, weights: Tensor, ids: Tensor, scaling: float,
+    renormalise: bool, *, ranked: tuple[Tensor, Tensor] | None = None,
+    blocks: tuple[Tensor, Tensor, Tensor] | None = None, block_size: int = 1,
+) -> None:  # fmt: skip
+    ranks, counts = ranked or (ids, ids)
+    sorted_ids, expert_ids, num_rows = blocks or (ids, ids, ids)
+    _route_kernel[(ids.shape[0],)](
+        logits, bias, ids if num_tokens is None else num_tokens, weights, ids, ranks, counts, sorted_ids, expert_ids,
+        num_rows, logits.stride(0), scaling, ids.numel(),
+        E=bias.shape[0], K=ids.shape[1], BLOCK_E=triton.next_power_of_2(bias.shape[0]),
+        BLOCK_K=triton.next_power_of_2(ids.shape[1]), RENORMALISE=renormalise, HAS_PADDING=num_tokens is not None,
+        PAIR_BLOCKS=blocks is not None, M=block_size, BLOCK_M=triton.next_power_of_2(block_size),
+    )  # fmt: skip
+
+
+@torch.library.custom_op("kimi_k25::route", mutates_args=())
+def route(
+    logits: Tensor,
+    bias: Tensor,
+    num_tokens: Tensor | None,
+    topk: int,
+    renormalise: bool,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Router.forward behind its product, for a single group, and a count of the rows of every expert.
+
+    Args:
+        logits: (T, at least E) float32; E is bias's length.
+        bias: e_score_correction_bias, (E,) float32.
+        num_tokens: One element; rows from there on are padding. None: no row is.
+
+    Returns:
+        weights (T, K) float32; ids (T, K) int32; ranks (T, K) int32, place of each pair among those of its expert;
+        counts (E,) int32.
+    """
+    num_rows, num_experts = logits.shape[0], bias.shape[0]
+    weights = torch.empty(num_rows, topk, dtype=torch.float32, device=logits.device)
+    ids, ranks = (torch.empty(num_rows, topk, dtype=torch.int32, device=logits.device) for _ in range(2))
+    counts = torch.zeros(num_experts, dtype=torch.int32, device=logits.device)
+    _launch_route(logits, bias, num_tokens, weights, ids, scaling, renormalise, ranked=(ranks, counts))
+    return weights, ids, ranks, counts
+
+
+@route.register_fake
+def _(
+    logits: Tensor, bias: Tensor, num_tokens: Tensor | None, topk: int, renormalise: bool, scaling: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    shape = (logits.shape[0], topk)
+    ids = logits.new_empty(shape, dtype=torch.int32)
+    counts = logits.new_empty(bias.shape[0], dtype=torch.int32)
+    return logits.new_empty(shape, dtype=torch.float32), ids, torch.empty_like(ids), counts
+
+
+@torch.library.custom_op("kimi_k25::route_to_pair_blocks", mutates_args=())
+def route_to_pair_blocks(
+    logits: Tensor,
+    bias: Tensor,
+    num_tokens: Tensor | None,
+    topk: int,
+    renormalise: bool,
+    scaling: float,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """route and align_blocks in one launch, for few tokens: every pair has a block of its own.
+
+    Two tokens of one expert then read its weights twice; up to eight tokens that is rare.
+
+    Returns:
+        weights and ids as route's; sorted_ids, expert_ids and num_rows as align_blocks'.
+    """
+    num_rows, pairs = logits.shape[0], logits.shape[0] * topk
+    weights = torch.empty(num_rows, topk, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(num_rows, topk, dtype=torch.int32, device=logits.device)
+    sorted_ids = torch.empty(pairs * block_size, dtype=torch.int32, device=logits.device)
+    expert_ids = torch.empty(pairs, dtype=torch.int32, device=logits.device)
+    end = torch.empty(1, dtype=torch.int32, device=logits.device)
+    blocks = (sorted_ids, expert_ids, end)
+    _launch_route(
+        logits, bias, num_tokens, weights, ids, scaling, renormalise, blocks=blocks, block_size=block_size
+    )
+    return weights, ids, *blocks
+
+
+@route_to_pair_blocks.register_fake
+def _(
+    logits: Tensor, bias: Tensor, num_tokens: Tensor | None, topk: int, renormalise: bool, scaling: float,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    ids = logits.new_empty((logits.shape[0], topk), dtype=torch.int32)
+    weights = torch.empty_like(ids, dtype=torch.float32)
+    return weights, ids, ids.new_empty(ids.numel() * block_size), ids.new_empty(ids.numel()), ids.new_empty(1)
+
+
+@triton.jit
+def _align_kernel(
+    ids, ranks, counts, sorted_ids, expert_ids, num_rows, P, num_blocks, pair_programs,
+    E: tl.constexpr, M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    e = tl.arange(0, BLOCK_E)
+    count = tl.load(counts + e, mask=e < E, other=0)
+    blocks = (count + M - 1) // M
+    ends = tl.cumsum(blocks, 0)
+    starts = ends - blocks
+    if pid < pair_programs:
+        p = pid * GROUP + tl.arange(0, GROUP)
+        expert = tl.load(ids + p, mask=p < P, other=E)
+        rank = tl.load(ranks + p, mask=p < P, other=0)
+        start = tl.sum(tl.where(e[None, :] == expert[:, None], starts[None, :], 0), 1)
+        tl.store(sorted_ids + start * M + rank, p, mask=(p < P) & (expert < E))
+    else:
+        block = (pid - pair_programs) * GROUP + tl.arange(0, GROUP)
+        total = tl.sum(blocks, 0)
+        expert = tl.sum(((ends[None, :] <= block[:, None]) & (e[None, :] < E)).to(tl.int32), 1)
+        tl.store(expert_ids + block, tl.minimum(expert, E - 1), mask=block < num_blocks)
+        mine = e[None, :] == expert[:, None]
+        filled = tl.sum(tl.where(mine, count[None, :] + starts[None, :] * M, 0), 1)  # End of the expert's real rows.
+        m = tl.arange(0, BLOCK_M)
+        place = block[:, None] * M + m[None, :]
+        empty = (place >= filled[:, None]) & (block[:, None] < total) & (m[None, :] < M)
+        tl.store(sorted_ids + place, tl.full((GROUP, BLOCK_M), 0, tl.int32) + P, mask=empty)
+        if pid == pair_programs:
+            tl.store(num_rows, total * M)
+
+
+@torch.library.custom_op("kimi_k25::align_blocks", mutates_args=())
+def align_blocks(ids: Tensor, ranks: Tensor, counts: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Lays the pairs out in blocks of one expert each, as an indexed grouped product reads them.
+
+    Args:
+        ids, ranks, counts: From route.
+        block_size: Rows a block.
+
+    Returns:
+        sorted_ids: The pair of every row of every block, P where a row is empty; int32, as long as it can get.
+        expert_ids: Of every block, int32.
+        num_rows: Rows of all blocks in use, (1,) int32; what lies behind is undefined.
+    """
+    pairs, num_experts = ids.numel(), counts.shape[0]
+    num_blocks = max_blocks(pairs, num_experts, block_size)
+    sorted_ids = torch.empty(num_blocks * block_size, dtype=torch.int32, device=ids.device)
+    expert_ids = torch.empty(num_blocks, dtype=torch.int32, device=ids.device)
+    num_rows = torch.empty(1, dtype=torch.int32, device=ids.device)
+    group = 16
+    pair_programs = -(-pairs // group)
+    _align_kernel[(pair_programs + -(-num_blocks // group),)](
+        ids, ranks, counts, sorted_ids, expert_ids, num_rows, pairs, num_blocks, pair_programs,
+        E=num_experts, M=block_size, BLOCK_E=triton.next_power_of_2(num_experts),
+        BLOCK_M=triton.next_power_of_2(block_size), GROUP=group,
+    )  # fmt: skip
+    return sorted_ids, expert_ids, num_rows
+
+
+def max_blocks(pairs: int, num_experts: int, block_size: int) -> int:
+    """Most blocks that any routing of so many pairs can need: every expert that is hit may leave one block unfilled."""
+    hit = min(pairs, num_experts)
+    return hit + (pairs - hit) // block_size
+
+
+@align_blocks.register_fake
+def _(ids: Tensor, ranks: Tensor, counts: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    num_blocks = max_blocks(ids.numel(), counts.shape[0], block_size)
+    return ids.new_empty(num_blocks * block_size), ids.new_empty(num_blocks), ids.new_empty(1)
+
+
+@triton.jit
+def _permute_kernel(
+    x, ids, ranks, counts, rows, places, ends, H,
+    E: tl.constexpr, K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    e = tl.arange(0, BLOCK_E)
+    count = tl.load(counts + e, mask=e < E, other=0)
+    end = tl.cumsum(count, 0)
+    if (token == 0) & (tl.program_id(1) == 0):
+        tl.store(ends + e, end - count, mask=e < E)
+        tl.store(ends + E, tl.sum(count, 0))
+    values = tl.load(x + token * H + h, mask=h < H, other=0.0)
+    for k in tl.static_range(K):
+        expert = tl.load(ids + token * K + k)
+        place = tl.sum(tl.where(e == expert, end - count, 0), 0) + tl.load(ranks + token * K + k)
+        if expert < E:
+            tl.store(rows + place.to(tl.int64) * H + h, values, mask=h < H)
+        if tl.program_id(1) == 0:
+            tl.store(places + token * K + k, place)
+
+
+@torch.library.custom_op("kimi_k25::permute_rows", mutates_args=())
+def permute_rows(x: Tensor, ids: Tensor, ranks: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Copies each token's row to its K places, sorted by expert.
+
+    Args:
+        x: (T, H), contiguous.
+        ids, ranks, counts: From route.
+
+    Returns:
+        rows: (P, H); those behind the last expert's are undefined.
+        places: Where each pair's row lies, (T, K) int32; undefined for padding.
+        offsets: First row of every expert, then the end, (E + 1,) int32.
+    """
+    (num_rows, hidden_size), num_experts = x.shape, counts.shape[0]
+    rows = x.new_empty(ids.numel(), hidden_size)
+    places = torch.empty_like(ids)
+    offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=x.device)
+    block = min(4096, triton.next_power_of_2(hidden_size))
+    _permute_kernel[(num_rows, -(-hidden_size // block))](
+        x, ids, ranks, counts, rows, places, offsets, hidden_size,
+        E=num_experts, K=ids.shape[1], BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_H=block,
+        num_warps=8,
+    )  # fmt: skip
+    return rows, places, offsets
+
+
+@permute_rows.register_fake
+def _(x: Tensor, ids: Tensor, ranks: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(ids.numel(), x.shape[1]), torch.empty_like(ids), ids.new_empty(counts.shape[0] + 1)
+
+
+@triton.jit
+def _swiglu_kernel(
+    gate_up, shared, out, shared_out, num_rows, num_shared, shared_stride, shared_offset,
+    I: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0).to(tl.int64)
+    programs = tl.cdiv(num_rows, ROWS)
+    dtype = out.dtype.element_ty
+    if pid < programs:
+        row = (pid * ROWS + tl.arange(0, ROWS))[:, None]
+        i = tl.arange(0, BLOCK_I)[None, :]
+        mask = (row < num_rows) & (i < I)
+        gate = tl.load(gate_up + row * (2 * I) + i, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + row * (2 * I) + I + i, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + row * I + i, (gate * tl.sigmoid(gate) * up).to(dtype), mask=mask)
+    else:
+        row = ((pid - programs) * ROWS + tl.arange(0, ROWS))[:, None]
+        i = tl.arange(0, BLOCK_S)[None, :]
+        mask = (row < num_shared) & (i < S)
+        source = shared + row * shared_stride + shared_offset
+        gate = tl.load(source + i, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(source + S + i, mask=mask, other=0.0).to(tl.float32)
+        tl.store(shared_out + row * S + i, (gate * tl.sigmoid(gate) * up).to(dtype), mask=mask)
+
+
+@torch.library.custom_op("kimi_k25::swiglu_rows", mutates_args=())
+def swiglu_rows(gate_up: Tensor, shared: Tensor | None, shared_offset: int) -> tuple[Tensor, Tensor]:
+    """silu(gate) * up of the routed rows, and of the shared expert's in the same launch.
+
+    Args:
+        gate_up: (P, 2 I), contiguous.
+        shared: (T, shared_offset + 2 S) of any float dtype: the shared expert's gate and up from column shared_offset
+            on; None: there is no shared expert.
+
+    Returns:
+        (P, I) and (T, S), both in gate_up's dtype.
+    """
+    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    num_shared = 0 if shared is None else shared.shape[0]
+    shared_size = 0 if shared is None else (shared.shape[1] - shared_offset) // 2
+    out, shared_out = gate_up.new_empty(num_rows, size), gate_up.new_empty(num_shared, shared_size)
+    per_program = 4
+    _swiglu_kernel[(-(-num_rows // per_program) + -(-num_shared // per_program),)](
+        gate_up, gate_up if shared is None else shared, out, shared_out, num_rows, num_shared,
+        0 if shared is None else shared.stride(0), shared_offset,
+        I=size, S=max(shared_size, 1), ROWS=per_program, BLOCK_I=triton.next_power_of_2(size),
+        BLOCK_S=triton.next_power_of_2(max(shared_size, 1)),
+    )  # fmt: skip
+    return out, shared_out
+
+
+@swiglu_rows.register_fake
+def _(gate_up: Tensor, shared: Tensor | None, shared_offset: int) -> tuple[Tensor, Tensor]:
+    num_shared = 0 if shared is None else shared.shape[0]
+    shared_size = 0 if shared is None else (shared.shape[1] - shared_offset) // 2
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    return out, gate_up.new_empty(num_shared, shared_size)
+
+
+@triton.jit
+def _combine_kernel(
+    rows, places, weights, ids, shared, out, H,
+    E: tl.constexpr, K: tl.constexpr, BLOCK_H: tl.constexpr, HAS_PLACES: tl.constexpr, HAS_SHARED: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    acc = tl.zeros((BLOCK_H,), tl.float32)
+    for k in tl.static_range(K):
+        pair = token * K + k
+        width = tl.where(tl.load(ids + pair) < E, H, 0)  # No product wrote a padding row: it may hold NaN.
+        row = pair
+        if HAS_PLACES:
+            row = tl.load(places + pair).to(tl.int64)
+        value = tl.load(rows + row * H + h, mask=h < width, other=0.0).to(tl.float32)
+        acc += value * tl.load(weights + pair)
+    dtype = out.dtype.element_ty
+    acc = acc.to(dtype)
+    if HAS_SHARED:
+        acc = (acc.to(tl.float32) + tl.load(shared + token * H + h, mask=h < H, other=0.0).to(tl.float32)).to(dtype)
+    tl.store(out + token * H + h, acc, mask=h < H)
+
+
+@torch.library.custom_op("kimi_k25::combine_rows", mutates_args=())
+def combine_rows(
+    rows: Tensor, places: Tensor | None, weights: Tensor, ids: Tensor, shared: Tensor | None, num_experts: int
+) -> Tensor:
+    """The weighted sum of each token's expert rows, in float32, plus the shared expert's.
+
+    Args:
+        rows: (P, H), contiguous.
+        places: Row of each pair, (T, K) int32; None: row p is pair p's.
+        weights, ids: From route.
+        shared: (T, H), contiguous, or None.
+
+    Returns:
+        (T, H) in rows' dtype.
+    """
+    (num_tokens, topk), hidden_size = ids.shape, rows.shape[1]
+    out = rows.new_empty(num_tokens, hidden_size)
+    block = min(1024, triton.next_power_of_2(hidden_size))
+    _combine_kernel[(num_tokens, -(-hidden_size // block))](
+        rows, ids if places is None else places, weights, ids, rows if shared is None else shared, out, hidden_size,
+        E=num_experts, K=topk, BLOCK_H=block, HAS_PLACES=places is not None, HAS_SHARED=shared is not None,
+    )  # fmt: skip
+    return out
+
+
+@combine_rows.register_fake
+def _(
+    rows: Tensor, places: Tensor | None, weights: Tensor, ids: Tensor, shared: Tensor | None, num_experts: int
+) -> Tensor:  # fmt: skip
+    return rows.new_empty(ids.shape[0], rows.shape[1])

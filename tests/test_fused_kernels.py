@@ -1,0 +1,299 @@
+"""Triton kernels of the fast path, through Triton's interpreter, against the plain code that defines them.
+
+Tolerances: float32 differs by the order of sums (1e-5); bfloat16 by one rounding where the plain code rounds between
+the steps of a rotation or a sum, twice that in the interpreter, which truncates (2**-6 of the largest value).
+"""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Read when a kernel is defined.
+pytest.importorskip("triton")
+
+from kimi_k25.layers import mla_decode
+from kimi_k25.layers.kv_cache import CacheStep, append_to_cache
+from kimi_k25.layers.mla import latent_attention
+from kimi_k25.layers.mla_decode import decode_attention, num_key_splits
+from kimi_k25.layers.mla_kernels import assemble_prefill, norm_rope_append
+from kimi_k25.layers.mlp import swiglu
+from kimi_k25.layers.moe_kernels import (
+    align_blocks,
+    combine_rows,
+    max_blocks,
+    permute_rows,
+    route,
+    route_to_pair_blocks,
+    swiglu_rows,
+)
+from kimi_k25.layers.norm import rms_norm
+from kimi_k25.layers.rope import rotate_pairs
+from kimi_k25.layers.skinny_linear import linear, skinny_linear
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def close(actual, expected, dtype=None):
+    dtype = dtype or expected.dtype
+    scale = expected.abs().max().item() or 1.0
+    torch.testing.assert_close(
+        actual.float(), expected.float(), rtol=0, atol=scale * (2**-6 if dtype == torch.bfloat16 else 1e-5)
+    )
+
+
+def randn(*shape, dtype=torch.float32):
+    return torch.randn(*shape, device=DEVICE, dtype=torch.float32).to(dtype)
+
+
+def angles(num_tokens, rope_dim, dtype):
+    x = randn(num_tokens, rope_dim // 2)
+    return x.cos().to(dtype), x.sin().to(dtype)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(1, 40, 24, 8), (17, 96, 64, 16)])
+def test_norm_rope_append_is_norms_rotation_and_cache_write(sizes, dtype):
+    num_tokens, q_rank, kv_rank, rope_dim = sizes
+    qkv_a = randn(num_tokens, q_rank + kv_rank + rope_dim, dtype=dtype)
+    q_weight, kv_weight = randn(q_rank, dtype=dtype), randn(kv_rank, dtype=dtype)
+    cos, sin = angles(num_tokens, rope_dim, dtype)
+    pages = torch.zeros(5, 8, kv_rank + rope_dim, device=DEVICE, dtype=dtype)
+    slots = torch.randperm(40, device=DEVICE)[:num_tokens]
+    expected_pages = pages.clone()
+    q_a, latent, k_pe = qkv_a.split((q_rank, kv_rank, rope_dim), -1)
+    expected = torch.cat((rms_norm(latent, kv_weight, 1e-6), rotate_pairs(k_pe, cos, sin)), -1)
+    append_to_cache(expected_pages, slots, expected)
+
+    q, kv = norm_rope_append(qkv_a, q_weight, kv_weight, cos, sin, 1e-6, pages, slots)
+    uncached = norm_rope_append(qkv_a, q_weight, kv_weight, cos, sin, 1e-6, None, None)
+
+    close(q, rms_norm(q_a, q_weight, 1e-6))
+    close(kv, expected)
+    close(pages, expected_pages)
+    assert torch.equal(uncached[0], q) and torch.equal(uncached[1], kv)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(3, 4, 16, 8, 12), (17, 5, 24, 16, 32)])
+def test_assemble_prefill_rotates_queries_and_repeats_the_shared_key(sizes, dtype):
+    num_tokens, heads, nope, rope_dim, v_dim = sizes
+    q = randn(num_tokens, heads, nope + rope_dim, dtype=dtype)
+    kv_b = randn(num_tokens, heads, nope + v_dim, dtype=dtype)
+    kv = randn(num_tokens, 24 + rope_dim, dtype=dtype)
+    cos, sin = angles(num_tokens, rope_dim, dtype)
+    expected_q = torch.cat((q[..., :nope], rotate_pairs(q[..., nope:], cos, sin)), -1)
+    expected_k = torch.cat((kv_b[..., :nope], kv[:, None, 24:].expand(-1, heads, -1)), -1)
+    k = torch.full_like(q, float("nan"))
+
+    assemble_prefill(q, kv_b, kv, cos, sin, k)
+
+    close(q, expected_q)
+    assert torch.equal(k, expected_k)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_programs", [1, 12])  # One part a sequence, or several.
+@pytest.mark.parametrize(("heads", "rank", "lengths"), [(4, 24, [1, 33, 150]), (20, 32, [1]), (20, 32, [70])])
+def test_decode_attention_is_latent_attention_of_roped_queries(
+    heads, rank, lengths, num_programs, dtype, monkeypatch
+):
+    monkeypatch.setattr(mla_decode, "NUM_PROGRAMS", num_programs)
+    num_seqs, nope, rope_dim, page_size = len(lengths), 16, 8, 16
+    seq_lens = torch.tensor(lengths, device=DEVICE, dtype=torch.int32)
+    per_seq = -(-max(lengths) // page_size)
+    pages = randn(1 + num_seqs * per_seq, page_size, rank + rope_dim, dtype=dtype)
+    pages[0] = float("nan")  # What padding rows wrote: no real token may read it.
+    table = 1 + torch.randperm(num_seqs * per_seq, device=DEVICE).view(num_seqs, -1).int()
+    q_latent, q = randn(num_seqs, heads, rank, dtype=dtype), randn(num_seqs, heads, nope + rope_dim, dtype=dtype)
+    cos, sin = angles(num_seqs, rope_dim, dtype)
+    step = CacheStep(
+        layers=pages[None], slot_mapping=table, block_table=table, seq_lens=seq_lens, max_kv_len=max(lengths),
+        has_prefix=True, is_decode=True,
+    )  # fmt: skip
+    expected = latent_attention(q_latent, rotate_pairs(q[..., nope:], cos, sin), step, 0, 0.3)
+
+    out = decode_attention(q_latent, q, cos, sin, pages, table, seq_lens, 0.3)
+
+    close(out, expected)
+    assert torch.equal(out, decode_attention(q_latent, q, cos, sin, pages, table, seq_lens, 0.3))
+
+
+def test_key_splits_fill_the_chip_and_depend_on_the_batch_alone():
+    assert [num_key_splits(n) for n in (1, 2, 8, 64, 264, 1000)] == [64, 64, 32, 4, 1, 1]
+
+
+def plain_route(logits, bias, topk, renormalise, scaling):
+    scores = logits.sigmoid()
+    ids = (scores + bias).topk(topk, -1).indices
+    weights = scores.gather(-1, ids)
+    if renormalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * scaling, ids
+
+
+def routed(num_tokens, experts, topk, *, real=None, renormalise=True):
+    """What route gives for random logits in a wider tensor, and what it should."""
+    logits, bias = randn(num_tokens, experts + 6), randn(experts) * 0.1
+    count = None if real is None else torch.tensor([real], device=DEVICE, dtype=torch.int32)
+    expected = plain_route(logits[:, :experts], bias, topk, renormalise, 2.827)
+    return route(logits, bias, count, topk, renormalise, 2.827), expected
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize(("num_tokens", "experts", "topk", "real"), [(1, 8, 3, None), (37, 48, 8, 20), (3, 4, 4, 0)])
+def test_route_picks_as_the_router_and_counts_real_rows(num_tokens, experts, topk, real, renormalise):
+    (weights, ids, ranks, counts), (expected_weights, expected_ids) = routed(
+        num_tokens, experts, topk, real=real, renormalise=renormalise
+    )
+    real = num_tokens if real is None else real
+
+    close(weights, expected_weights)
+    assert torch.equal(ids[:real].long(), expected_ids[:real])
+    assert (ids[real:] == experts).all()
+    assert torch.equal(counts.long(), torch.bincount(expected_ids[:real].flatten(), minlength=experts))
+    for expert in range(experts):  # Ranks count through every expert's pairs, in whatever order.
+        found = ranks[ids == expert].sort().values
+        assert torch.equal(found.long(), torch.arange(found.shape[0], device=DEVICE))
+
+
+def check_blocks(ids, sorted_ids, expert_ids, num_rows, block_size, experts):
+    """Every real pair lies once, in a block of its expert; all other rows are empty."""
+    pairs = ids.numel()
+    used = int(num_rows)
+    assert used % block_size == 0
+    rows = sorted_ids[:used].view(-1, block_size)
+    flat = ids.flatten()
+    for block, expert in zip(rows.tolist(), expert_ids.tolist(), strict=False):
+        assert 0 <= expert < experts
+        assert all(pair == pairs or flat[pair] == expert for pair in block)
+    placed = rows[rows < pairs].sort().values
+    assert torch.equal(placed.long(), (flat < experts).nonzero().flatten())
+
+
+@pytest.mark.parametrize("block_size", [8, 24])
+@pytest.mark.parametrize(("num_tokens", "experts", "topk", "real"), [(1, 8, 3, None), (40, 12, 4, 33), (70, 3, 2, 70)])
+def test_align_blocks_gives_each_expert_its_own_blocks(num_tokens, experts, topk, real, block_size):
+    (_, ids, ranks, counts), _ = routed(num_tokens, experts, topk, real=real)
+
+    sorted_ids, expert_ids, num_rows = align_blocks(ids, ranks, counts, block_size)
+
+    check_blocks(ids, sorted_ids, expert_ids, num_rows, block_size, experts)
+    assert int(num_rows) == int((-(-counts // block_size)).sum()) * block_size
+    assert expert_ids.shape[0] >= int(num_rows) // block_size
+
+
+def test_most_blocks_is_reached_by_the_worst_routing_and_not_passed():
+    worst = max(
+        sum(-(-count // 4) for count in counts)
+        for counts in ([13, 0, 0], [5, 8, 0], [1, 1, 11], [5, 4, 4], [9, 3, 1], [5, 5, 3])
+    )
+    assert worst == max_blocks(13, 3, 4) == 5
+    assert max_blocks(2, 384, 64) == 2
+
+
+def test_pair_blocks_are_route_and_align_at_once():
+    logits, bias = randn(6, 30), randn(24) * 0.1
+    count = torch.tensor([5], device=DEVICE, dtype=torch.int32)
+    expected = route(logits, bias, count, 4, True, 2.5)
+
+    weights, ids, sorted_ids, expert_ids, num_rows = route_to_pair_blocks(logits, bias, count, 4, True, 2.5, 8)
+
+    assert torch.equal(weights, expected[0]) and torch.equal(ids, expected[1])
+    check_blocks(ids, sorted_ids, expert_ids, num_rows, 8, 24)
+
+
+def test_permute_rows_sorts_by_expert_and_says_where():
+    (_, ids, ranks, counts), _ = routed(21, 6, 3, real=18)
+    x = randn(21, 40)
+
+    rows, places, offsets = permute_rows(x, ids, ranks, counts)
+
+    assert torch.equal(offsets[1:].long(), counts.cumsum(0)) and offsets[0] == 0
+    for pair, expert in enumerate(ids.flatten().tolist()):
+        if expert < 6:
+            place = int(places.flatten()[pair])
+            assert offsets[expert] <= place < offsets[expert + 1]
+            assert torch.equal(rows[place], x[pair // 3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swiglu_rows_serves_routed_and_shared_rows(dtype):
+    gate_up, shared = randn(13, 48, dtype=dtype), randn(5, 10 + 20)
+
+    out, shared_out = swiglu_rows(gate_up, shared, 10)
+    alone, nothing = swiglu_rows(gate_up, None, 0)
+
+    close(out, swiglu(gate_up.float()), dtype)
+    close(shared_out, swiglu(shared[:, 10:]), dtype)
+    assert torch.equal(alone, out) and nothing.shape == (0, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("use_places", [True, False])
+@pytest.mark.parametrize("use_shared", [True, False])
+def test_combine_rows_sums_real_rows_and_skips_what_nobody_wrote(use_shared, use_places, dtype):
+    (weights, ids, ranks, counts), _ = routed(9, 5, 3, real=7)
+    rows = randn(27, 70, dtype=dtype)
+    places = permute_rows(randn(9, 70), ids, ranks, counts)[1] if use_places else None
+    place = (torch.arange(27, device=DEVICE) if places is None else places.flatten().long())[:21].view(7, 3)
+    shared = randn(9, 70, dtype=dtype) if use_shared else None
+    expected = torch.zeros(9, 70, device=DEVICE)
+    expected[:7] = (rows[place].float() * weights[:7, :, None]).sum(1)
+    if shared is not None:
+        expected += shared.float()
+    written = torch.zeros(27, dtype=torch.bool, device=DEVICE)
+    written[place.flatten()] = True
+    rows[~written] = float("nan")
+
+    out = combine_rows(rows, places, weights, ids, shared, 5)
+
+    close(out, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size", "columns"), [(1, 64, 33), (7, 300, 16), (16, 520, 70)])
+def test_skinny_linear_is_linear(rows, size, columns, dtype):
+    x, weight = randn(rows, size, dtype=dtype), randn(columns, size, dtype=dtype) * size**-0.5
+
+    out, unrounded = skinny_linear(x, weight, False), skinny_linear(x, weight, True)
+
+    expected = F.linear(x.float(), weight.float())
+    close(out, expected, dtype)
+    close(unrounded, expected)
+    assert out.dtype == dtype and unrounded.dtype == torch.float32
+
+
+def test_linear_keeps_the_sum_in_float32_at_any_number_of_rows():
+    weight = randn(24, 32, dtype=torch.bfloat16)
+    for rows in (3, 40):
+        x = randn(rows, 32, dtype=torch.bfloat16)
+
+        out = linear(x, weight, float32=True)
+
+        close(out, F.linear(x.float(), weight.float()))
+
+
+def test_every_operator_has_a_shape_without_running():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        logits, bias = torch.empty(6, 24), torch.empty(24)
+        weights, ids, ranks, counts = route(logits, bias, None, 4, True, 1.0)
+        assert (weights.dtype, ids.shape, counts.shape) == (torch.float32, (6, 4), (24,))
+        assert align_blocks(ids, ranks, counts, 8)[0].shape == (24 * 8,)
+        assert route_to_pair_blocks(logits, bias, None, 4, True, 1.0, 8)[2].shape == (24 * 8,)
+        rows = permute_rows(torch.empty(6, 32), ids, ranks, counts)[0]
+        assert rows.shape == (24, 32)
+        assert swiglu_rows(rows, torch.empty(6, 34), 24)[1].shape == (6, 5)
+        assert combine_rows(rows, None, weights, ids, None, 24).shape == (6, 32)
+        assert skinny_linear(torch.empty(2, 32), torch.empty(7, 32), True).shape == (2, 7)
+        assert norm_rope_append(rows, bias[:16], bias[:8], rows, rows, 1e-6, None, None)[1].shape == (24, 16)
