@@ -11,10 +11,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 from aliasmix.errors import UnreadableFileError
@@ -74,16 +76,29 @@ def load_model(
     config = load_config(files.folder)
     spelled, expected, packed_layers = _verify(files, config)
 
-    with torch.device("meta"):
+    with torch.device("meta"), _WithoutRandomWeights():
         model = KimiK25ForConditionalGeneration(config, packed_layers=packed_layers)
     model.to(dtype or (torch.float32 if device.type == "cpu" else getattr(torch, config.dtype)))
-    model.to_empty(device=device)
+    # Not to_empty(): its empty_like() on meta imports sympy (0.5 s).
+    model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
     _fill(model, files, expected, {file_name: name for name, file_name in spelled.items()})
     for module in model.modules():
         if (refresh := getattr(module, "refresh_derived", None)) is not None:
             refresh()
     setattr(model, _SOURCE, files.folder)
     return model.eval()
+
+
+class _WithoutRandomWeights(TorchFunctionMode):
+    """Leaves weights as they are made: on meta nothing is drawn, but torch imports its compiler for it (1.3 s)."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
 
 
 def _verify(files: Checkpoint, config: KimiK25Config) -> tuple[dict[str, str], dict[str, TensorInfo], frozenset[int]]:

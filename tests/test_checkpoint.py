@@ -121,6 +121,12 @@ def test_no_tensor_is_left_on_meta() -> None:
     assert {t.device.type for t in [*model.parameters(), *model.buffers()]} == {"cpu"}
 
 
+def test_loading_does_not_import_torchs_compiler() -> None:
+    code = "import sys, kimi_k25; kimi_k25.load_model(sys.argv[1]); sys.exit(bool({'torch._dynamo', 'sympy'} & {*sys.modules}))"
+
+    subprocess.run([sys.executable, "-c", code, INT4], cwd=REPOSITORY, check=True, timeout=120)
+
+
 def test_other_dtypes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"dtype is torch.float16; supported: torch.float32, torch.bfloat16"):
         load_model(BF16, dtype=torch.float16)
