@@ -29,7 +29,8 @@ from kimi_k25.tiny.questions import (
     unanswerable,
 )
 
-IMAGE_TOPICS = ("digit", "color", "shape", "count", "place", "side", "height", "direction")
+IMAGE_TOPICS = ("digit", "color", "shape", "count", "place", "side", "height", "direction", "describe")
+DESCRIBED = 0.4  # Share of training's pictures of shapes that are described in the end.
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer briefly.", "You are Kimi, an AI assistant.")
 
 
@@ -116,6 +117,8 @@ class Teacher:
                 topic = rng.choice(("shape", "count", "place", "direction"))
                 questions.append(unanswerable(topic, rng, **random_fill(topic, rng)))
                 rng.shuffle(questions)
+            if rng.random() < 0.1:
+                questions.append(ask("describe", f"digit {self._labels[k]}", rng))
         return [picture], questions
 
     def _color(self, count: int) -> tuple[list[Image.Image], list[Question]]:
@@ -166,8 +169,9 @@ class Teacher:
     def _video(self, count: int) -> tuple[list[Video], list[Question]]:
         rng = self.rng
         direction = rng.choice(DIRECTIONS)
-        shape, frames = scenes.moving(direction, rng, self._size(most=scenes.MAX_FRAME_SIDE))
-        question = ask("direction", direction, rng, thing=self._name(shape))
+        shape, places, frames = scenes.moving(direction, rng, self._size(most=scenes.MAX_FRAME_SIDE))
+        track = {"first": places[0], "second": places[-1]}
+        question = ask("direction", direction, rng, reasoning=track, thing=self._name(shape))
         return [Video(frames, rng.choice((1.0, 2.0)))], [question]
 
     def _arithmetic(self, count: int) -> tuple[list[Image.Image], list[Question]]:
@@ -202,7 +206,15 @@ class Teacher:
                 break
         rest = self._sample(("count", "count", "color", "shape_of_color", "side", "height"), count - 1)
         more = (self._about_several(scene, t) for t in rest)
-        return [scenes.draw(scene, rng)], [found, *(question for question in more if question is not None)]
+        questions = [found, *(question for question in more if question is not None)]
+        return [scenes.draw(scene, rng)], questions + self._describe(scene)
+
+    def _describe(self, scene: scenes.Scene) -> list[Question]:
+        """Sometimes, in training: everything in the picture, from left to right."""
+        if self.part == "test" or self.rng.random() >= DESCRIBED:
+            return []
+        named = (f"{t.color} {t.shape} {_place(t)}" for t in sorted(scene.things, key=lambda t: t.x))
+        return [ask("describe", ", ".join(named), self.rng)]
 
     def _about_single(self, scene: scenes.Scene, topics: Sequence[str]) -> list[Question]:
         rng, thing = self.rng, scene.things[0]
@@ -216,7 +228,7 @@ class Teacher:
                 questions.append(self._how_many(scene, *self._kind(scene)))
             else:
                 questions.append(unanswerable(topic, rng, **random_fill(topic, rng)))
-        return questions
+        return questions + self._describe(scene)
 
     def _about_several(self, scene: scenes.Scene, topic: str) -> Question | None:
         """A question with one right answer, or None if the picture allows none on this topic."""
@@ -235,7 +247,8 @@ class Teacher:
             gap = first.x - second.x if topic == "side" else first.y - second.y
             if abs(gap) > 0.2:
                 answer = ("left", "right") if topic == "side" else ("above", "below")
-                return ask(topic, answer[gap > 0], rng, a=a, b=b)
+                track = {"first": _place(first), "second": _place(second)}
+                return ask(topic, answer[gap > 0], rng, reasoning=track, a=a, b=b)
         return None
 
     def _how_many(self, scene: scenes.Scene, shape: str, color: str) -> Question:
@@ -293,7 +306,11 @@ class Teacher:
 
 
 _TRAINING_KINDS = ("digit", "color", "shape", "count", "position", "compare", "video", "arithmetic", "unknown")
-_TRAINING_WEIGHTS = (28, 6, 8, 16, 12, 14, 8, 6, 8)
+_TRAINING_WEIGHTS = (24, 4, 12, 16, 14, 14, 8, 4, 6)
+
+
+def _place(thing: scenes.Thing) -> str:
+    return scenes.place_name(thing.x, thing.y)
 
 
 def _unique_names(scene: scenes.Scene) -> list[tuple[str, scenes.Thing]]:

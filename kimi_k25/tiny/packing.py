@@ -7,6 +7,7 @@ they are on the device.
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from kimi_k25.tokenizer import Tokenizer
 PATCH, MERGED = 14, 28  # Pixels of a patch's side, and of the square that becomes one token.
 CHUNK_FRAMES = 4
 NO_TARGET = -100
-GRIDS_IN_A_BATCH = 6
+GRIDS_IN_A_BATCH = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class Packer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._special = tokenizer.special_ids
+        self.padding_ids = tokenizer.special_ids["<|media_pad|>"], tokenizer.special_ids["[PAD]"]
         self._encode = functools.lru_cache(maxsize=50_000)(lambda text: tuple(tokenizer.encode(text)))
 
     def pack(self, lessons: Iterable[Lesson]) -> Batch:
@@ -172,15 +174,77 @@ def timestamp(seconds: float) -> str:
     return f"{whole // 3600:02}:{whole // 60 % 60:02}:{whole % 60:02}.{int((seconds - whole) * 1000):03}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchShape:
+    """Sizes that every training batch has exactly, so that its kernels can be captured once.
+
+    Attributes:
+        num_lessons: Conversations at most; fewer if their pictures are large.
+        num_seqs: Those, and sequences of padding.
+        num_tokens, num_patches, num_media: Padding included.
+        max_seqlen: Tokens of the longest conversation; longer ones are left out. Also patches of the largest item.
+    """
+
+    num_lessons: int
+    num_seqs: int
+    num_tokens: int
+    num_patches: int
+    num_media: int
+    max_seqlen: int = 256
+
+    @classmethod
+    def of(cls, num_lessons: int) -> BatchShape:
+        """For batches of at most so many lessons: their means, with some room."""
+        return cls(
+            num_lessons=num_lessons,
+            num_seqs=num_lessons + num_lessons // 8 + 4,
+            num_tokens=100 * num_lessons + 256,
+            num_patches=120 * num_lessons + 256,
+            num_media=num_lessons * 7 // 4 + 8,
+        )
+
+    def fill(self, lessons: Iterable[Packed], placeholder: int, pad: int) -> list[Packed]:
+        """As many lessons as fit, ordered by their grids, then padding to the exact sizes; nothing in it is learned.
+
+        The padding is black pictures, their placeholders, and pad tokens.
+        """
+        taken: list[Packed] = []
+        seqs, tokens, patches, media = self.num_seqs, self.num_tokens, self.num_patches, self.num_media  # Left.
+        for one in itertools.islice(lessons, self.num_lessons):
+            seqs, tokens, media = seqs - 1, tokens - len(one.ids), media - len(one.grids)
+            patches -= sum(len(p) for p in one.patches)
+            # Every sequence of padding needs a token, every picture of it 2 x 2 patches and their placeholder.
+            if patches < 4 * media or tokens < patches // 4 + seqs:
+                seqs, tokens, media = seqs + 1, tokens + len(one.ids), media + len(one.grids)
+                patches += sum(len(p) for p in one.patches)
+                break
+            taken.append(one)
+        assert max(tokens / seqs, patches / media) <= self.max_seqlen, "too much padding; the sizes of `of` are off"
+        ids = [placeholder] * (patches // 4) + [pad] * (tokens - patches // 4)
+        padding = [Packed() for _ in range(seqs)]
+        at = 0
+        for one, length in zip(padding, _even_parts(tokens, seqs), strict=True):
+            one.add(ids[at : at + length])
+            at += length
+        for units in _even_parts(patches // 4, media):
+            padding[0].patches.append(np.zeros((4 * units, 3, PATCH, PATCH), np.uint8))
+            padding[0].grids.append((1, 2, 2 * units))
+        return [*sorted(taken, key=lambda one: one.grids), *padding]
+
+
+def _even_parts(total: int, count: int) -> list[int]:
+    """`total` in `count` parts that differ by one at most, the larger first."""
+    return [total // count + (k < total % count) for k in range(count)]
+
+
 class LessonBatches(torch.utils.data.Dataset[Batch]):
     """Training batches by number; batch k is the same on any machine with any number of workers.
 
-    A batch's pictures share a few grids, and lessons with equal grids stand together: the vision tower encodes a run of
-    equal items at once.
+    A batch's pictures share a few grids: the vision tower encodes equal ones at once.
     """
 
-    def __init__(self, packer: Packer, *, seed: int, batch_size: int, num_batches: int) -> None:
-        self._packer, self._seed, self._batch_size, self._num_batches = packer, seed, batch_size, num_batches
+    def __init__(self, packer: Packer, shape: BatchShape, *, seed: int, num_batches: int) -> None:
+        self._packer, self._shape, self._seed, self._num_batches = packer, shape, seed, num_batches
 
     def __len__(self) -> int:
         return self._num_batches
@@ -188,5 +252,6 @@ class LessonBatches(torch.utils.data.Dataset[Batch]):
     def __getitem__(self, k: int) -> Batch:
         rng = random.Random(f"lessons {self._seed} {k}")
         teacher = Teacher(rng, sizes=Sizes.few(rng, GRIDS_IN_A_BATCH))
-        packed = (self._packer.pack_one(teacher.lesson()) for _ in range(self._batch_size))
-        return self._packer.join(sorted(packed, key=lambda one: one.grids))
+        packed = (self._packer.pack_one(teacher.lesson()) for _ in itertools.count())
+        short = (one for one in packed if len(one.ids) <= self._shape.max_seqlen)
+        return self._packer.join(self._shape.fill(short, *self._packer.padding_ids))

@@ -130,6 +130,14 @@ PHRASINGS: dict[str, tuple[str, ...]] = {
         "Do the two pictures have the same shape?",
         "Are the two images alike in shape?",
     ),
+    "describe": (
+        "Describe the picture.",
+        "Describe the image.",
+        "What do you see?",
+        "What is in the picture?",
+        "What does the image show?",
+        "Tell me what you see.",
+    ),
     "direction": (
         "Which way does it move?",
         "Which way does the {thing} move?",
@@ -174,7 +182,8 @@ PHRASINGS: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# What a question is counted under in the results.
+# What a question is counted under in the results. "describe" is trained, because it teaches much at once, and not
+# counted: where a thing stands between two places, more than one description is right.
 KIND_OF_TOPIC = {
     "digit": "digit",
     "color": "color",
@@ -189,6 +198,7 @@ KIND_OF_TOPIC = {
     "fewer": "compare",
     "same_color": "compare",
     "same_shape": "compare",
+    "describe": "describe",
     "direction": "video",
     "plus": "arithmetic",
     "minus": "arithmetic",
@@ -204,13 +214,14 @@ REASONING = {
     "shape_of_color": "I look for the color.",
     "count": "I count them.",
     "place": "I look for it in the picture.",
-    "side": "I compare the two places.",
-    "height": "I compare the two places.",
+    "side": "One is {first}, the other is {second}.",
+    "height": "One is {first}, the other is {second}.",
     "more": "The first has {first}, the second has {second}.",
     "fewer": "The first has {first}, the second has {second}.",
     "same_color": "The first is {first}, the second is {second}.",
     "same_shape": "The first is a {first}, the second is a {second}.",
-    "direction": "I follow it from frame to frame.",
+    "describe": "I name what I see.",
+    "direction": "First it is {first}, then it is {second}.",
     "plus": "I add the numbers.",
     "minus": "I subtract the numbers.",
     "larger": "I compare the numbers.",

@@ -50,6 +50,11 @@ class RouterBalance:
         self._counts += self._step_counts
         self._step_counts.zero_()
 
+    def reset(self) -> None:
+        """Forgets all counts."""
+        self._step_counts.zero_()
+        self._counts.zero_()
+
     def take_load(self) -> list[list[float]]:
         """Each expert's load since the last call, 1 being an even share, by layer. Syncs with the device."""
         counts = self._counts.double()

@@ -166,8 +166,13 @@ def camera(picture: Image.Image, rng: random.Random) -> Image.Image:
     return picture
 
 
-def moving(direction: str, rng: random.Random, size: tuple[int, int]) -> tuple[str, list[Image.Image]]:
-    """A shape's name and 4 to 8 frames in which it goes in one direction at a steady pace."""
+def place_name(x: float, y: float) -> str:
+    """The ninth of a picture that the fractions (x, y) fall into."""
+    return PLACES[3 * min(2, int(3 * y)) + min(2, int(3 * x))]
+
+
+def moving(direction: str, rng: random.Random, size: tuple[int, int]) -> tuple[str, list[str], list[Image.Image]]:
+    """A shape's name, the places it is at, and 4 to 8 frames in which it goes in one direction at a steady pace."""
     width, height = size
     shape, color = rng.choice(SHAPES), rgb(rng.choice(COLORS), rng)
     ground, angle = ground_color([color], rng), tilt(shape, rng)
@@ -177,16 +182,17 @@ def moving(direction: str, rng: random.Random, size: tuple[int, int]) -> tuple[s
     track = rng.uniform(0.5, 1.0) * (extent - 2 * radius)
     start = radius + rng.uniform(0, extent - 2 * radius - track)
     side, drift = rng.uniform(radius, cross - radius), rng.uniform(-0.1, 0.1) * track
-    frames = []
+    places, frames = [], []
     for k in range(num_frames):
         share = k / (num_frames - 1)
         along = start + track * (share if direction in ("right", "down") else 1 - share)
         across = side + drift * (share - 0.5)
         x, y = (along, across) if direction in ("left", "right") else (across, along)
+        places.append(place_name(x / width, y / height))
         frame = Image.new("RGB", (width, height), ground)
         paste(frame, shape, color, x, y, radius, angle)
         frames.append(frame)
-    return shape, frames
+    return shape, places, frames
 
 
 def outside(rng: random.Random, size: tuple[int, int]) -> Image.Image:

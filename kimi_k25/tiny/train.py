@@ -31,19 +31,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kimi_k25.checkpoint import load_model, save_checkpoint
 from kimi_k25.config import KimiK25Config
 from kimi_k25.model import KimiK25ForConditionalGeneration
-from kimi_k25.tiny import architecture, evaluate, plots
+from kimi_k25.tiny import architecture, captured, evaluate, plots
 from kimi_k25.tiny.lessons import Lesson, exam
 from kimi_k25.tiny.master_weights import MasterWeights
-from kimi_k25.tiny.packing import NO_TARGET, Batch, LessonBatches, Packer
+from kimi_k25.tiny.packing import NO_TARGET, Batch, BatchShape, LessonBatches, Packer
 from kimi_k25.tiny.quantize import quantize_checkpoint
 from kimi_k25.tiny.router_balance import RouterBalance
 from kimi_k25.tokenizer import Tokenizer, load_tokenizer
 
 SEED = 0
-STEPS = 10000
-BATCH_SIZE = 512
-PEAK_LEARNING_RATE = 2e-3
-WARMUP_STEPS = 300
+STEPS = 13000
+LESSONS_A_STEP = 320
+PEAK_LEARNING_RATE = 3e-3
+WARMUP_STEPS = 500
 DECAY_FROM = 0.5  # Share of the steps after which the learning rate falls.
 FINAL_SHARE = 0.01  # Of the peak, at the last step.
 BIAS_RATE = 1e-3
@@ -102,12 +102,15 @@ def learning_rate(step: int, steps: int) -> float:
 class Training:
     """The state of one run, and its steps."""
 
-    def __init__(self, device: torch.device, *, steps: int, seed: int = SEED) -> None:
+    def __init__(self, device: torch.device, shape: BatchShape, *, steps: int, seed: int = SEED) -> None:
         self.steps, self.device, self.step, self.seconds = steps, device, 0, 0.0
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.model = build_model(seed, dtype, device)
         self.masters = MasterWeights(self.model)
         self.balance = RouterBalance(self.model)
+        if device.type == "cuda":
+            captured.capture(self.model, shape)
+            self.balance.reset()
         self.history: dict[str, Any] = {"steps": [], "loss": [], "load": [], "eval_steps": [], "accuracy": {}}
         self._loss = torch.zeros((), device=device)
 
@@ -192,7 +195,7 @@ def run(training: Training, tokenizer: Tokenizer, args: argparse.Namespace) -> N
     """Learns until the last step; logs to stderr, saves to args.out."""
     packer, state_path = Packer(tokenizer), args.out / "state.safetensors"
     questions = list(exam(CURVE_QUESTIONS))
-    batches = LessonBatches(packer, seed=SEED, batch_size=args.batch_size, num_batches=training.steps)
+    batches = LessonBatches(packer, BatchShape.of(args.lessons), seed=SEED, num_batches=training.steps)
     loader = torch.utils.data.DataLoader(
         batches,
         batch_size=None,
@@ -241,7 +244,7 @@ def finish(training: Training, tokenizer: Tokenizer, args: argparse.Namespace) -
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "parameters": sum(p.numel() for p in training.model.parameters()),
         "steps": training.steps,
-        "lessons": training.steps * args.batch_size,
+        "lessons_a_step": args.lessons,
         "training_seconds": round(training.seconds, 1),
         "questions": main.counts,
         "accuracy": {name: r.accuracy for name, r in results.items()},
@@ -286,7 +289,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=architecture.FOLDER, help="folder to write (this package's)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--batch-size", type=int, default=BATCH_SIZE, help="conversations a step")
+    parser.add_argument("--lessons", type=int, default=LESSONS_A_STEP, help="conversations a step, at most")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) - 1), help="that draw pictures")
     parser.add_argument("--questions", type=int, default=2000, help="held-out questions asked at the end")
     parser.add_argument("--minutes", type=float, default=math.inf, help="save and stop after this time")
@@ -297,13 +300,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     architecture.write_side_files(args.out)
-    training = Training(torch.device(args.device), steps=args.steps)
-    tokenizer = load_tokenizer(args.out)
-    if (args.out / "state.safetensors").exists():
-        training.load(args.out / "state.safetensors")
-        say(f"continuing from step {training.step}")
     # cuDNN's attention would be planned anew for every batch: each has its own shape.
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        training = Training(torch.device(args.device), BatchShape.of(args.lessons), steps=args.steps)
+        tokenizer = load_tokenizer(args.out)
+        if (args.out / "state.safetensors").exists():
+            training.load(args.out / "state.safetensors")
+            say(f"continuing from step {training.step}")
         run(training, tokenizer, args)
         finish(training, tokenizer, args)
     (args.out / "state.safetensors").unlink(missing_ok=True)
