@@ -150,6 +150,9 @@ def _check(args: argparse.Namespace) -> int:
 
     if not args.factory and not (args.manifest and args.checkpoint):
         raise ValueError("check needs a factory 'package.module:factory', or both --manifest and --checkpoint")
+    _refuse_unused(args, "a factory", not args.factory, "arg", "allow", "unregistered")
+    _refuse_unused(args, "--checkpoint", not args.checkpoint, "rename")
+    _refuse_unused(args, "a factory and --manifest", not (args.factory and args.manifest), "allow_added")
     agreed = Manifest.read(args.manifest) if args.manifest else None
     report = Report()
     if args.factory:
@@ -166,6 +169,12 @@ def _check(args: argparse.Namespace) -> int:
     return _finish(report, args)
 
 
+def _refuse_unused(args: argparse.Namespace, needed: str, is_absent: bool, *options: str) -> None:
+    for option in options:
+        if is_absent and getattr(args, option):
+            raise ValueError(f"--{option.replace('_', '-')} is of no use without {needed}")
+
+
 def _manifest(args: argparse.Namespace) -> int:
     from aliasmix.manifest import Manifest, compare_manifests, manifest_of
     from aliasmix.report import Report
@@ -174,6 +183,7 @@ def _manifest(args: argparse.Namespace) -> int:
         raise ValueError("--check needs the file to compare with: -o FILE")
     agreed = Manifest.read(args.output) if args.check else None
     is_file = os.path.exists(args.source) or ":" not in args.source
+    _refuse_unused(args, "a factory", is_file, "arg")
     current = manifest_of(args.source) if is_file else _build(args, args.source)[1]
     if agreed is not None:
         return _finish(Report(compare_manifests(agreed, current), {"keys": len(current.tensors)}), args)

@@ -263,6 +263,10 @@ def test_lint_names_file_and_line(run, here):
         (("check", "factories:Wrapper", "--allow", "a"), 2, "rule 'a' is not of the form 'name = name'"),
         (("check", "factories:Wrapper", "--device", "cuda"), 2, "invalid choice: 'cuda'"),
         (("manifest", "factories:Wrapper", "--check"), 2, "--check needs the file to compare with: -o FILE"),
+        (("check", "--manifest", "a", "--checkpoint", "b", "--arg", "a=1"), 2, "--arg is of no use without a factory"),
+        (("check", "factories:Wrapper", "--rename", "a=b"), 2, "--rename is of no use without --checkpoint"),
+        (("check", "factories:Wrapper", "--allow-added", "a"), 2, "is of no use without a factory and --manifest"),
+        (("manifest", "gone", "--arg", "a=1"), 2, "--arg is of no use without a factory"),
         (("frobnicate",), 2, "invalid choice: 'frobnicate'"),
         (("check", "gone_module:Wrapper"), 3, "cannot import gone_module: ModuleNotFoundError"),
         (("check", "factories:Gone"), 3, "factories has no 'Gone'"),
@@ -353,6 +357,17 @@ def test_commands_without_a_factory_load_no_torch(here, request, argv):
     cpu_s, *loaded = done.stderr.splitlines()[-1].split()
     assert done.stdout and loaded == []
     assert float(cpu_s) < 0.3  # measured 0.06, with the interpreter's own start
+
+
+def test_a_reader_that_leaves_early_is_no_error(here, request):
+    save("model.safetensors")
+    command = f"{sys.executable} -m aliasmix manifest model.safetensors | true"
+
+    done = subprocess.run(
+        ["bash", "-c", command], env={"PYTHONPATH": str(request.config.rootpath)}, capture_output=True, timeout=60
+    )
+
+    assert done.stderr == b""
 
 
 def test_python_dash_m_is_the_command(here, request):

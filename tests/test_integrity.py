@@ -65,6 +65,18 @@ def test_a_clean_wrapper_has_no_findings():
     assert report.ok and report.stats == {"modules": 8, "tensors": 6}
 
 
+def test_the_walk_agrees_with_that_of_modules_without_cycles():
+    for module in (Dup(), tied(), Aliased(), nn.TransformerDecoderLayer(4, 1)):
+        found = walk(module)
+
+        assert list(found.modules.items()) == list(module.named_modules())
+        names = [name for name, _ in module.named_modules(remove_duplicate=False)]
+        assert {path for paths in found.paths.values() for path in paths} <= set(names)
+        slots = {slot.name: id(slot.tensor) for slot in found.slots if slot.kind == "param"}
+        assert slots.items() <= {(n, id(p)) for n, p in module.named_parameters(remove_duplicate=False)}
+        assert set(slots.values()) == {id(p) for p in module.parameters()}
+
+
 def test_a_duplicated_module_is_one_finding():
     wrapper = Dup()
     too_many = len(wrapper.state_dict()) - len(Plain().state_dict())
