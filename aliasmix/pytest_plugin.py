@@ -33,8 +33,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "aliasmix(factory='pkg.mod:factory', arguments={}, device='meta', manifest=None, allow=(), ...): check what "
-        "the factory, named or given as a callable, builds before the test runs; options as for alias_check",
+        "aliasmix(factory, arguments={}, device='meta', manifest=None, allow=(), ...): before the test runs, check "
+        "what 'pkg.mod:factory', or a callable given as factory=, builds; options as for alias_check",
     )
     if config.getoption("aliasmix_update") and _is_ci():
         raise pytest.UsageError(

@@ -1,5 +1,6 @@
 """Manifests: a committed list of keys that reviews well, and what is told when a module leaves it."""
 
+import gc
 import json
 
 import pytest
@@ -250,6 +251,12 @@ def test_a_bad_manifest_is_named_with_the_reason(tmp_path, content, reason):
 
     assert caught.value.path == path
     assert reason in caught.value.reason
+
+
+def test_garbage_collection_goes_on_after_a_bad_manifest(tmp_path):
+    with pytest.raises(UnreadableFileError):
+        Manifest.read(tmp_path / "keys.json")
+    assert gc.isenabled()
 
 
 def test_a_manifest_that_is_not_there_is_named(tmp_path):
