@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 FOLD_FROM = 4  # fewer names than this are listed one by one: they can be searched for as they stand
-NEIGHBOURS = 32  # candidates looked at on each side of a name when a rename is sought
+NEIGHBOURS = 32  # candidates looked at on each side of a name when a rename is sought, and names tried in vain
 
 _NUMBER = re.compile(r"\d+")
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -164,11 +164,15 @@ def find_moves(
                 break
     rest = {name for names in new_by_pattern.values() for name in names.values()}
     index = _SuffixIndex(rest)
-    for name in [name for names in old_by_pattern.values() for name in names.values()] if rest else ():
-        fits = [(new, score) for new, score in index.nearest(name) if new in rest and is_same(name, new)]
-        if fits and (len(fits) == 1 or fits[0][1] != fits[1][1]):
-            rest.remove(fits[0][0])
-            pairs[name, fits[0][0]] = [(name, fits[0][0])]
+    for old_names in old_by_pattern.values() if rest else ():
+        num_misses = 0
+        for name in old_names.values():
+            fits = [(new, score) for new, score in index.nearest(name) if new in rest and is_same(name, new)]
+            if fits and (len(fits) == 1 or fits[0][1] != fits[1][1]):
+                rest.remove(fits[0][0])
+                pairs[name, fits[0][0]] = [(name, fits[0][0])]
+            elif (num_misses := num_misses + 1) == NEIGHBOURS:
+                break  # names of one pattern are alike: the others will not fit either
     return _by_prefix(pairs)
 
 
