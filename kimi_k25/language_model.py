@@ -5,7 +5,7 @@ Source: DeepSeek-V3, arXiv 2412.19437, with Kimi-K2's sizes.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from torch import Tensor, nn
 
@@ -66,6 +66,8 @@ class DeepseekV3Model(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rope = TextRope(config)
+        # The same function on other kernels: backend.use_backend sets it, visibly. It registers nothing.
+        self.fast: Callable[[Tensor, AttentionBatch], Tensor] | None = None
 
     def forward(self, inputs_embeds: Tensor, batch: AttentionBatch) -> Tensor:
         """
@@ -75,6 +77,8 @@ class DeepseekV3Model(nn.Module):
         Returns:
             Hidden states after the final norm, (num_tokens, hidden_size).
         """
+        if self.fast is not None:
+            return self.fast(inputs_embeds, batch)
         rope = self.rope(batch.positions, inputs_embeds.dtype)
         x, residual = inputs_embeds, None
         for layer in self.layers:

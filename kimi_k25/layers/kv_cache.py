@@ -72,7 +72,8 @@ class AttentionBatch:
             positions = torch.cat([torch.arange(length, device=device) for length in lengths])
         return cls(
             positions=positions,
-            cu_seqlens=torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device),
+            # non_blocking: the host does not wait until the device has done all that came before.
+            cu_seqlens=torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True),
             max_seqlen=max(lengths),
             num_query_tokens=sum(lengths),
         )

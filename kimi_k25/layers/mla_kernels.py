@@ -34,8 +34,8 @@ def _norm_rope_append_kernel(
     row = tl.program_id(0).to(tl.int64)
     source = qkv_a + row * row_stride
     if tl.program_id(1) == 0:
-        i = tl.arange(0, BLOCK_Q)
-        tl.store(q_out + row * Q + i, _norm(source, q_weight, q_out, Q, eps, BLOCK_Q), mask=i < Q)
+        i_q = tl.arange(0, BLOCK_Q)
+        tl.store(q_out + row * Q + i_q, _norm(source, q_weight, q_out, Q, eps, BLOCK_Q), mask=i_q < Q)
     else:
         i = tl.arange(0, BLOCK_C)
         latent = _norm(source + Q, kv_weight, kv_out, C, eps, BLOCK_C)

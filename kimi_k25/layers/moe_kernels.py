@@ -170,9 +170,9 @@ def _align_kernel(
     else:
         block = (pid - pair_programs) * GROUP + tl.arange(0, GROUP)
         total = tl.sum(blocks, 0)
-        expert = tl.sum(((ends[None, :] <= block[:, None]) & (e[None, :] < E)).to(tl.int32), 1)
-        tl.store(expert_ids + block, tl.minimum(expert, E - 1), mask=block < num_blocks)
-        mine = e[None, :] == expert[:, None]
+        owner = tl.sum(((ends[None, :] <= block[:, None]) & (e[None, :] < E)).to(tl.int32), 1)
+        tl.store(expert_ids + block, tl.minimum(owner, E - 1), mask=block < num_blocks)
+        mine = e[None, :] == owner[:, None]
         filled = tl.sum(tl.where(mine, count[None, :] + starts[None, :] * M, 0), 1)  # End of the expert's real rows.
         m = tl.arange(0, BLOCK_M)
         place = block[:, None] * M + m[None, :]
@@ -292,13 +292,14 @@ def _swiglu_kernel(
         up = tl.load(gate_up + row * (2 * I) + I + i, mask=mask, other=0.0).to(tl.float32)
         tl.store(out + row * I + i, (gate * tl.sigmoid(gate) * up).to(dtype), mask=mask)
     else:
-        row = ((pid - programs) * ROWS + tl.arange(0, ROWS))[:, None]
-        i = tl.arange(0, BLOCK_S)[None, :]
-        mask = (row < num_shared) & (i < S)
-        source = shared + row * shared_stride + shared_offset
-        gate = tl.load(source + i, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(source + S + i, mask=mask, other=0.0).to(tl.float32)
-        tl.store(shared_out + row * S + i, (gate * tl.sigmoid(gate) * up).to(dtype), mask=mask)
+        token = ((pid - programs) * ROWS + tl.arange(0, ROWS))[:, None]
+        j = tl.arange(0, BLOCK_S)[None, :]
+        shared_mask = (token < num_shared) & (j < S)
+        source = shared + token * shared_stride + shared_offset + j
+        shared_gate = tl.load(source, mask=shared_mask, other=0.0).to(tl.float32)
+        shared_up = tl.load(source + S, mask=shared_mask, other=0.0).to(tl.float32)
+        shared_value = (shared_gate * tl.sigmoid(shared_gate) * shared_up).to(dtype)
+        tl.store(shared_out + token * S + j, shared_value, mask=shared_mask)
 
 
 @torch.library.custom_op("kimi_k25::swiglu_rows", mutates_args=())

@@ -1,0 +1,149 @@
+"""MultiHeadLatentAttention with fused kernels: the same function of the same parameters, faster on a Hopper GPU.
+
+Holds the plain module without registering it again, and one derived weight: q_a and kv_a as one product. Suffixes as
+in mla.py.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..graphs import break_point
+from .kv_cache import AttentionBatch, CacheStep, read_cache
+from .mla import LORA_NORM_EPS, MultiHeadLatentAttention
+from .mla_decode import decode_attention
+from .mla_kernels import assemble_prefill, norm_rope_append
+from .packed import packed_index
+from .skinny_linear import linear
+
+__all__ = ["FusedLatentAttention", "PrefillAttention", "PrefillBuffers"]
+
+
+class PrefillAttention(Protocol):
+    """Attention of packed sequences: see flashinfer_ops.RaggedPrefill."""
+
+    def plan(self, batch: AttentionBatch) -> None: ...
+    def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None: ...
+
+
+class PrefillBuffers:
+    """What crosses the break around prefill attention, shared by all layers: a graph need not copy it over.
+
+    A step larger than all before gets new buffers; those before stay alive, since captured graphs hold their address.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[tuple[Tensor, ...]] = []
+
+    def rows(self, num_tokens: int, widths: tuple[int, ...], like: Tensor) -> tuple[Tensor, ...]:
+        """A (num_tokens, width) view for each width, always at the same address for steps of the same size."""
+        for buffers in self._buffers:
+            if buffers[0].shape[0] >= num_tokens:
+                return tuple(buffer[:num_tokens] for buffer in buffers)
+        self._buffers.append(tuple(like.new_zeros(num_tokens, width) for width in widths))
+        return self._buffers[-1]
+
+
+class FusedLatentAttention:
+    """One layer's attention.
+
+    Args:
+        plain: The module whose parameters these are.
+        prefill: Planned by the first layer of a step, used by all.
+        buffers: Shared by all layers.
+        plans: Whether this is that first layer.
+    """
+
+    def __init__(
+        self, plain: MultiHeadLatentAttention, *, prefill: PrefillAttention, buffers: PrefillBuffers, plans: bool
+    ) -> None:
+        self.plain, self.prefill, self.plans, self._buffers = plain, prefill, plans, buffers
+        sizes = [plain.q_a_proj.weight.shape[0], plain.kv_a_proj_with_mqa.weight.shape[0]]
+        like = plain.q_a_proj.weight
+        self.qkv_a = torch.empty(sum(sizes), like.shape[1], dtype=like.dtype, device=like.device)
+        self._sizes = sizes
+        self.refresh_derived()
+
+    @torch.no_grad()
+    def refresh_derived(self) -> None:
+        """Copies the two projections into their joined weight, in place."""
+        q_a, kv_a = self.qkv_a.split(self._sizes)
+        q_a.copy_(self.plain.q_a_proj.weight)
+        kv_a.copy_(self.plain.kv_a_proj_with_mqa.weight)
+
+    def __call__(self, hidden_states: Tensor, rope: tuple[Tensor, Tensor], batch: AttentionBatch) -> Tensor:
+        """Arguments and result are those of MultiHeadLatentAttention.forward."""
+        plain, cache = self.plain, batch.cache
+        q_a, kv = norm_rope_append(
+            linear(hidden_states, self.qkv_a),
+            plain.q_a_layernorm.weight,
+            plain.kv_a_layernorm.weight,
+            *rope,
+            LORA_NORM_EPS,
+            None if cache is None else cache.layers[plain.layer],
+            None if cache is None else cache.slot_mapping,
+        )
+        if cache is not None and cache.is_decode:
+            out = self.decode(linear(q_a, plain.q_b_proj.weight), rope, cache)
+        else:
+            out = self._prefill(q_a, kv, rope, batch)
+        return linear(out.flatten(1), plain.o_proj.weight)
+
+    def _prefill(self, q_a: Tensor, kv: Tensor, rope: tuple[Tensor, Tensor], batch: AttentionBatch) -> Tensor:
+        plain = self.plain
+        num_heads = plain.o_proj.weight.shape[1] // plain.v_head_dim
+        rank = plain.kv_a_layernorm.weight.shape[0]
+        q_width, kv_width = plain.q_b_proj.weight.shape[0], plain.kv_b_proj.weight.shape[0]
+        widths = (q_width, q_width, kv_width, num_heads * plain.v_head_dim)
+        rows = self._buffers.rows(q_a.shape[0], widths, q_a)
+        torch.mm(q_a, plain.q_b_proj.weight.T, out=rows[0])
+        torch.mm(kv[:, :rank], plain.kv_b_proj.weight.T, out=rows[2])
+        q, k, kv_b, out = (x.unflatten(-1, (num_heads, -1)) for x in rows)
+        assemble_prefill(q, kv_b, kv, *rope, k)
+        ragged_attention(self, q, k, kv_b[..., plain.qk_nope_head_dim :], batch, out)
+        return out
+
+    def decode(self, q: Tensor, rope: tuple[Tensor, Tensor], cache: CacheStep) -> Tensor:
+        """One new token a sequence: (B, N * (Dn + Dr)) to (B, N, Dv)."""
+        plain = self.plain
+        w = plain.kv_b_proj.weight.unflatten(0, (-1, plain.qk_nope_head_dim + plain.v_head_dim))  # (N, Dn + Dv, C)
+        w_k, w_v = w.split((plain.qk_nope_head_dim, plain.v_head_dim), 1)
+        q = q.unflatten(-1, (w.shape[0], -1))
+        # Products over heads, written straight in the order (B, N, ...).
+        q_latent = q.new_empty(q.shape[0], w.shape[0], w.shape[2])
+        torch.bmm(q[..., : plain.qk_nope_head_dim].transpose(0, 1), w_k, out=q_latent.transpose(0, 1))
+        out_latent = decode_attention(
+            q_latent, q, *rope, cache.layers[plain.layer], cache.block_table, cache.seq_lens, plain.softmax_scale
+        )
+        out = q.new_empty(q.shape[0], w.shape[0], plain.v_head_dim)
+        torch.bmm(out_latent.transpose(0, 1), w_v.transpose(1, 2), out=out.transpose(0, 1))
+        return out
+
+
+@break_point
+def ragged_attention(
+    attention: FusedLatentAttention, q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch, out: Tensor
+) -> None:
+    """Causal attention of any number of new tokens a sequence, over earlier ones in the cache too.
+
+    Args:
+        q, k: (T, N, Dn + Dr).
+        v: (T, N, Dv).
+        out: (T, N, Dv), written up to the step's last real token.
+    """
+    n, cache = batch.num_query_tokens, batch.cache
+    if attention.plans:
+        attention.prefill.plan(batch)
+    if cache is None or not cache.has_prefix:
+        attention.prefill.run(q[:n], k[:n], v[:n], out[:n])
+        return
+    # The new tokens are in the cache by now: read whole sequences back, end to end, and decompress them.
+    kv = read_cache(cache.layers[attention.plain.layer], cache.block_table)[:, : cache.max_kv_len].flatten(0, 1)
+    if cache.seq_lens.shape[0] > 1:
+        ends = torch.cat((cache.seq_lens.new_zeros(1), cache.seq_lens.cumsum(0, dtype=torch.int32)))
+        kv = kv.index_select(0, packed_index(ends, cache.max_kv_len, int(ends[-1])))
+    k, v = attention.plain.decompress(kv)
+    attention.prefill.run(q[:n], k, v, out[:n])

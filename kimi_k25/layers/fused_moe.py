@@ -1,0 +1,106 @@
+"""MixtureOfExperts with fused kernels: the same function of the same parameters, faster on a Hopper GPU.
+
+Expert rows are never gathered or put back: the products find each token's row themselves and write a row a pair.
+Holds the plain module without registering it again, and one derived weight: the router's matrix with the shared
+expert's gate and up below it, one product whose sum stays in float32. Suffixes as in moe.py, P pairs.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .mlp import SwiGLU
+from .moe import MixtureOfExperts
+from .moe_kernels import align_blocks, combine_rows, route, route_to_pair_blocks, swiglu_rows
+from .skinny_linear import linear
+
+__all__ = ["ExpertProducts", "FusedExperts", "FusedSwiGLU"]
+
+MAX_PAIR_BLOCKS = 64  # Pairs up to which each gets a block of its own: eight tokens of eight experts.
+
+Blocks = tuple[Tensor, Tensor, Tensor]
+
+
+class ExpertProducts(Protocol):
+    """The experts' two products over blocks: see humming_experts.HummingExperts."""
+
+    def repack(self) -> None: ...
+    def block_sizes(self, num_pairs: int) -> tuple[int, int]: ...
+    def gate_up(self, x: Tensor, blocks: Blocks, topk: int) -> Tensor: ...
+    def down(self, hidden: Tensor, blocks: Blocks) -> Tensor: ...
+
+
+class FusedExperts:
+    """One layer's mixture of experts.
+
+    Args:
+        plain: The module whose parameters these are. It must have a single group of experts.
+    """
+
+    def __init__(self, plain: MixtureOfExperts, products: ExpertProducts) -> None:
+        assert plain.gate.config.n_group == 1
+        self.plain, self.products = plain, products
+        router = plain.gate.weight
+        self.num_experts = router.shape[0]
+        shared_size = 0 if plain.shared_experts is None else plain.shared_experts.gate_proj.weight.shape[0]
+        self._sizes = [self.num_experts, shared_size, shared_size]
+        self.router_and_shared = torch.empty(
+            sum(self._sizes), router.shape[1], dtype=router.dtype, device=router.device
+        )
+        self.refresh_derived()
+
+    @torch.no_grad()
+    def refresh_derived(self) -> None:
+        """Copies router and shared expert into their joined weight, and has the experts rearranged, in place."""
+        router, gate, up = self.router_and_shared.split(self._sizes)
+        router.copy_(self.plain.gate.weight)
+        if self.plain.shared_experts is not None:
+            gate.copy_(self.plain.shared_experts.gate_proj.weight)
+            up.copy_(self.plain.shared_experts.up_proj.weight)
+        self.products.repack()
+
+    def __call__(self, x: Tensor, num_tokens: Tensor | None = None) -> Tensor:
+        """Arguments and result are those of MixtureOfExperts.forward."""
+        config, gate, shared = self.plain.gate.config, self.plain.gate, self.plain.shared_experts
+        topk = config.num_experts_per_tok
+        num_pairs = x.shape[0] * topk
+        scores = linear(x, self.router_and_shared, float32=True)  # (T, E + 2 S)
+        args = (scores, gate.e_score_correction_bias, num_tokens, topk, config.norm_topk_prob)
+        size, down_size = self.products.block_sizes(num_pairs)
+        if num_pairs <= MAX_PAIR_BLOCKS and size == down_size:
+            weights, ids, *rest = route_to_pair_blocks(*args, config.routed_scaling_factor, size)
+            blocks = down_blocks = (rest[0], rest[1], rest[2])
+        else:
+            weights, ids, ranks, counts = route(*args, config.routed_scaling_factor)
+            blocks = down_blocks = align_blocks(ids, ranks, counts, size)
+            if down_size != size:
+                down_blocks = align_blocks(ids, ranks, counts, down_size)
+        gate_up = self.products.gate_up(x, blocks, topk)
+        hidden, shared_hidden = swiglu_rows(gate_up, None if shared is None else scores, self.num_experts)
+        rows = self.products.down(hidden, down_blocks)
+        shared_out = None if shared is None else linear(shared_hidden, shared.down_proj.weight)
+        return combine_rows(rows, None, weights, ids, shared_out, self.num_experts)
+
+
+class FusedSwiGLU:
+    """A dense layer's feed-forward block with gate and up as one product."""
+
+    def __init__(self, plain: SwiGLU) -> None:
+        self.plain = plain
+        gate = plain.gate_proj.weight
+        self.gate_up = torch.empty(2 * gate.shape[0], gate.shape[1], dtype=gate.dtype, device=gate.device)
+        self.refresh_derived()
+
+    @torch.no_grad()
+    def refresh_derived(self) -> None:
+        gate, up = self.gate_up.chunk(2)
+        gate.copy_(self.plain.gate_proj.weight)
+        up.copy_(self.plain.up_proj.weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Argument and result are those of SwiGLU.forward."""
+        hidden, _ = swiglu_rows(linear(x, self.gate_up), None, 0)
+        return linear(hidden, self.plain.down_proj.weight)
