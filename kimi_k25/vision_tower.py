@@ -44,8 +44,12 @@ def rows_by_grid(grids: list[Grid], lengths: list[int]) -> dict[Grid, Tensor]:
 def in_row_order(parts: list[Tensor], rows: dict[Grid, Tensor]) -> Tensor:
     """Puts rows that were computed grid by grid, one part a grid, back into their packed order."""
     packed = torch.cat(parts)
-    order = torch.cat([r.flatten() for r in rows.values()]).to(packed.device)
-    return torch.empty_like(packed).index_copy_(0, order, packed)
+    return torch.empty_like(packed).index_copy_(0, row_numbers(rows, packed.device), packed)
+
+
+def row_numbers(rows: dict[Grid, Tensor], device: torch.device) -> Tensor:
+    """Every row number, grid by grid, on a device; the host does not wait for the copy."""
+    return torch.cat([r.flatten() for r in rows.values()]).to(device, non_blocking=True)
 
 
 class VisionPositionEmbedding(nn.Module):
@@ -181,7 +185,7 @@ def merge_patches(x: Tensor, grids: list[Grid], merge: tuple[int, int]) -> Tenso
         (num_media_tokens, merge[0] * merge[1], dim).
     """
     rows = rows_by_grid(grids, [t * h * w for t, h, w in grids])
-    grouped = x.index_select(0, torch.cat([r.flatten() for r in rows.values()]).to(x.device))
+    grouped = x.index_select(0, row_numbers(rows, x.device))
     parts = []
     for (t, h, w), patches in zip(rows, grouped.split([r.numel() for r in rows.values()]), strict=True):
         windows = patches.unflatten(0, (-1, t, h // merge[0], merge[0], w // merge[1], merge[1])).mean(1)

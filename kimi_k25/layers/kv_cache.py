@@ -68,12 +68,13 @@ class AttentionBatch:
         cls, lengths: Sequence[int], *, device: torch.device, positions: Tensor | None = None
     ) -> AttentionBatch:
         """Whole sequences of the given lengths, of which nothing is kept."""
+        # non_blocking: the host does not wait until the device has done all that came before.
+        cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
         if positions is None:
             positions = torch.cat([torch.arange(length, device=device) for length in lengths])
         return cls(
             positions=positions,
-            # non_blocking: the host does not wait until the device has done all that came before.
-            cu_seqlens=torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True),
+            cu_seqlens=cu_seqlens.to(device, non_blocking=True),
             max_seqlen=max(lengths),
             num_query_tokens=sum(lengths),
         )

@@ -7,6 +7,7 @@ if this file did not exist.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from kimi_k25.layers.kv_cache import AttentionBatch
 from kimi_k25.model import KimiK25ForConditionalGeneration
 from kimi_k25.tiny.packing import BatchShape
-from kimi_k25.vision_tower import Grid, VisionPositionEmbedding, vision_rope
+from kimi_k25.vision_tower import Grid, VisionPositionEmbedding, in_row_order, rows_by_grid, vision_rope
 
 Stack = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -90,18 +91,20 @@ def install(model: KimiK25ForConditionalGeneration, vision_blocks: Stack, decode
     """Lets the model run these stacks in training mode, with tables that depend on grids alone computed once."""
     encoder, decoder = model.vision_tower.encoder, model.language_model.model
     plain_encoder, plain_decoder = encoder.forward, decoder.forward
-    angles: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    angles: dict[tuple[int, int], Tensor] = {}  # cos | sin
 
     def encode(x: Tensor, grids: list[Grid]) -> Tensor:
         if not encoder.training:
             return plain_encoder(x, grids)
         for _, h, w in grids:
             if (h, w) not in angles:
-                angles[h, w] = vision_rope([(1, h, w)], encoder.head_dim, x.device)
-        frames = [angles[h, w] for t, h, w in grids for _ in range(t)]
-        cos, sin = (torch.cat([pair[k] for pair in frames]) for k in range(2))
-        lengths = torch.tensor([0, *(t * h * w for t, h, w in grids)], dtype=torch.int32)
-        x = vision_blocks(x, cos, sin, lengths.cumsum(0, dtype=torch.int32).to(x.device))
+                angles[h, w] = torch.cat(vision_rope([(1, h, w)], encoder.head_dim, x.device), -1)
+        lengths = [t * h * w for t, h, w in grids]
+        rows = rows_by_grid(grids, lengths)
+        turns = [angles[h, w].repeat(t * len(items), 1) for (t, h, w), items in rows.items()]
+        cos, sin = in_row_order(turns, rows).chunk(2, -1)
+        cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        x = vision_blocks(x, cos, sin, cu_seqlens.to(x.device, non_blocking=True))
         return encoder.final_layernorm(x)
 
     def decode(inputs_embeds: Tensor, batch: AttentionBatch) -> Tensor:

@@ -18,13 +18,14 @@ from PIL import Image
 from torch import Tensor
 
 from kimi_k25.tiny.lessons import Lesson, Teacher, Turn, Video
-from kimi_k25.tiny.scenes import Sizes
+from kimi_k25.tiny.scenes import MAX_SIDE, MIN_CROWD_SIDE, Sizes
 from kimi_k25.tokenizer import Tokenizer
 
 PATCH, MERGED = 14, 28  # Pixels of a patch's side, and of the square that becomes one token.
 CHUNK_FRAMES = 4
 NO_TARGET = -100
-GRIDS_IN_A_BATCH = 12
+GRIDS_IN_A_BATCH = 10
+GROWN_AT = 0.5  # Share of all batches.
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +241,8 @@ def _even_parts(total: int, count: int) -> list[int]:
 class LessonBatches(torch.utils.data.Dataset[Batch]):
     """Training batches by number; batch k is the same on any machine with any number of workers.
 
-    A batch's pictures share a few grids: the vision tower encodes equal ones at once.
+    A batch's pictures share a few grids: the vision tower encodes equal ones at once. The first batches have small
+    pictures, of up to 84 pixels; the limit grows to 224 at GROWN_AT. Small ones teach the same and cost little.
     """
 
     def __init__(self, packer: Packer, shape: BatchShape, *, seed: int, num_batches: int) -> None:
@@ -251,7 +253,9 @@ class LessonBatches(torch.utils.data.Dataset[Batch]):
 
     def __getitem__(self, k: int) -> Batch:
         rng = random.Random(f"lessons {self._seed} {k}")
-        teacher = Teacher(rng, sizes=Sizes.few(rng, GRIDS_IN_A_BATCH))
+        grown = min(1.0, k / (GROWN_AT * self._num_batches))
+        most = round(MIN_CROWD_SIDE + (MAX_SIDE - MIN_CROWD_SIDE) * grown)
+        teacher = Teacher(rng, sizes=Sizes.few(rng, GRIDS_IN_A_BATCH, most))
         packed = (self._packer.pack_one(teacher.lesson()) for _ in itertools.count())
         short = (one for one in packed if len(one.ids) <= self._shape.max_seqlen)
         return self._packer.join(self._shape.fill(short, *self._packer.padding_ids))

@@ -78,9 +78,9 @@ class Sizes:
     cells: tuple[tuple[int, int], ...] | None = None
 
     @classmethod
-    def few(cls, rng: random.Random, count: int) -> Sizes:
+    def few(cls, rng: random.Random, count: int, most: int = MAX_SIDE) -> Sizes:
         """`count` grids for a batch, some of them small enough for a video, some large enough for several shapes."""
-        bounds = [(MIN_CROWD_SIDE, MAX_SIDE), (MIN_SIDE, MAX_FRAME_SIDE), *[(MIN_SIDE, MAX_SIDE)] * (count - 2)]
+        bounds = [(MIN_CROWD_SIDE, most), (MIN_SIDE, min(most, MAX_FRAME_SIDE)), *[(MIN_SIDE, most)] * (count - 2)]
         sizes = [cls().draw(rng, *bound) for bound in bounds]
         return cls(tuple((-(-width // CELL), -(-height // CELL)) for width, height in sizes))
 
@@ -156,9 +156,9 @@ def camera(picture: Image.Image, rng: random.Random) -> Image.Image:
     """Noise on one picture in eight, JPEG on one in sixteen."""
     r = rng.random()
     if r < 1 / 8:
-        pixels = np.asarray(picture, np.float32)
-        noise = _numpy(rng).standard_normal(pixels.shape, np.float32) * rng.uniform(1, 9)
-        return Image.fromarray((pixels + noise).clip(0, 255).astype(np.uint8))
+        strength = rng.randint(1, 15)
+        noise = _numpy(rng).integers(-strength, strength + 1, (picture.height, picture.width, 3), np.int8)
+        return Image.fromarray((np.asarray(picture, np.int16) + noise).clip(0, 255).astype(np.uint8))
     if r < 3 / 16:
         buffer = io.BytesIO()
         picture.save(buffer, "JPEG", quality=rng.randint(60, 95))
