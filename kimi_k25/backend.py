@@ -86,8 +86,8 @@ def use_backend(
 
     text, weight = model.config.text_config, model.language_model.lm_head.weight
     prefill = RaggedPrefill(
-        num_heads=text.num_attention_heads, qk_head_dim=text.qk_head_dim, v_head_dim=text.v_head_dim, scale=text.softmax_scale,
-        dtype=weight.dtype, device=weight.device,
+        num_heads=text.num_attention_heads, qk_head_dim=text.qk_head_dim, v_head_dim=text.v_head_dim,
+        scale=text.softmax_scale, dtype=weight.dtype, device=weight.device,
     )  # fmt: skip
     decoder.fast = FastDecoder(
         decoder, prefill=prefill, products=lambda experts: HummingExperts(experts, deterministic=deterministic)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .language_model import DeepseekV3Model
+from .language_model import DecoderLayer, DeepseekV3Model
 from .layers.allreduce_norm import AllReduceAddRMSNorm
 from .layers.flashinfer_ops import rmsnorm
 from .layers.fused_mla import FusedLatentAttention, PrefillAttention, PrefillBuffers
@@ -50,6 +50,7 @@ class FastDecoder:
         self._derived: list[FusedLatentAttention | FusedExperts | FusedSwiGLU] = []
         self._layers: list[tuple[RMSNorm, FusedLatentAttention, RMSNorm, FeedForward]] = []
         for index, layer in enumerate(decoder.layers):
+            assert isinstance(layer, DecoderLayer)
             attention = FusedLatentAttention(layer.self_attn, prefill=prefill, buffers=buffers, plans=index == 0)
             self.attention.append(attention)
             self._derived.append(attention)
