@@ -33,17 +33,17 @@ ROWS = ("load_file + clone", "load_model", "load_model, float32")
 
 
 def make_checkpoint(folder: Path, *, int4: bool, num_layers: int) -> None:
-    """Random weights in shards: 128 MB of bfloat16 or 34 MB of int4 experts a layer, and 100 MB beside them."""
+    """Random weights in shards: 201 MB of bfloat16 or 57 MB of int4 experts a layer, and 150 MB beside them."""
     oracle = REPOSITORY / "tests" / "data" / "oracle" / ("tiny_int4" if int4 else "tiny_bf16")
     raw = json.loads((oracle / "config.json").read_text())
     raw["text_config"] |= {
         "num_hidden_layers": 1 + num_layers,
-        "hidden_size": 1024,
-        "moe_intermediate_size": 640,
-        "n_routed_experts": 32,
+        "hidden_size": 2048,
+        "moe_intermediate_size": 1024,
+        "n_routed_experts": 16,
         "vocab_size": 16384,
     }
-    raw["vision_config"] |= {"text_hidden_size": 1024}
+    raw["vision_config"] |= {"text_hidden_size": 2048}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(raw))
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}')  # Asks for shards.
@@ -116,7 +116,7 @@ def measure_rows(folder: Path, rounds: int) -> dict[str, dict[str, float]]:
 def main() -> None:
     """Prints a table a checkpoint, and writes the JSON where one is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=8, help="MoE layers of the checkpoint (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=12, help="MoE layers of the checkpoint (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each row (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write date, machine, versions, commit, command and rows here")
     parser.add_argument("--one", nargs=2, metavar=("ROW", "FOLDER"), help="one run of one row, as JSON")

@@ -322,7 +322,7 @@ def test_the_bar_is_shown_on_a_terminal_only(capfd: pytest.CaptureFixture[str], 
 @pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is Linux's")
 def test_loading_takes_at_most_200_mb_beside_the_model(tmp_path: Path) -> None:
     bench = REPOSITORY / "bench" / "load.py"
-    runpy.run_path(str(bench))["make_checkpoint"](tmp_path / "c", int4=False, num_layers=2)
+    runpy.run_path(str(bench))["make_checkpoint"](tmp_path / "c", int4=False, num_layers=1)
 
     command = [sys.executable, bench, "--one", "load_model, float32", tmp_path / "c"]
     run = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=120).stdout)
