@@ -15,6 +15,7 @@ from typing import Any
 from .json_file import read_json_object
 
 MAX_SIZE = 2**24  # Of any one dimension; the published model's largest is 2**18.
+MAX_LAYERS = 1024
 MAX_EXPERT_MATRICES = 200_000  # Layers x experts; the published model has 60 x 384.
 
 
@@ -54,10 +55,12 @@ class _Fields:
             raise ConfigError(self.name(field), "is missing" + (f" (nor is {also} there)" if also else ""))
         return default
 
-    def size(self, field: str, default: Any = ..., *, also: str | None = None, least: int = 1) -> int:
+    def size(
+        self, field: str, default: Any = ..., *, also: str | None = None, least: int = 1, most: int = MAX_SIZE
+    ) -> int:
         value = self.get(field, default, also=also)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_SIZE:
-            raise ConfigError(self.name(field), f"is {value!r}; expected an integer from {least} to {MAX_SIZE}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise ConfigError(self.name(field), f"is {value!r}; expected an integer from {least} to {most}")
         return value
 
     def number(self, field: str, default: Any = ..., *, also: str | None = None, least: float = 0.0) -> float:
@@ -181,7 +184,7 @@ class TextConfig:
             hidden_size=f.size("hidden_size"),
             intermediate_size=f.size("intermediate_size"),
             moe_intermediate_size=f.size("moe_intermediate_size"),
-            num_hidden_layers=f.size("num_hidden_layers"),
+            num_hidden_layers=f.size("num_hidden_layers", most=MAX_LAYERS),
             num_attention_heads=f.size("num_attention_heads"),
             n_routed_experts=f.size("n_routed_experts"),
             n_shared_experts=f.size("n_shared_experts", least=0),
@@ -309,7 +312,7 @@ class VisionConfig:
             init_pos_emb_width=f.size("init_pos_emb_width", also="pos_emb_width"),
             init_pos_emb_time=f.size("init_pos_emb_time", also="pos_emb_time"),
             vt_hidden_size=vt_hidden_size,
-            vt_num_hidden_layers=f.size("vt_num_hidden_layers", also="num_hidden_layers"),
+            vt_num_hidden_layers=f.size("vt_num_hidden_layers", also="num_hidden_layers", most=MAX_LAYERS),
             vt_num_attention_heads=f.size("vt_num_attention_heads", also="num_attention_heads"),
             vt_intermediate_size=f.size("vt_intermediate_size", also="intermediate_size"),
             merge_kernel_size=(merge[0], merge[1]),

@@ -66,7 +66,7 @@ def test_transformers_spelling_of_the_vision_fields_is_the_same_configuration():
 
 
 def test_two_spellings_that_disagree_are_refused():
-    with pytest.raises(ConfigError, match="vt_hidden_size is stated twice and differs: .* is 48 but .* is 52"):
+    with pytest.raises(ConfigError, match=r"vt_hidden_size is stated twice and differs: .* is 48 but .* is 52"):
         KimiK25Config.from_dict(changed("vision_config.hidden_size", 52))
 
 
@@ -104,6 +104,8 @@ def test_other_families_are_refused_by_name(family):
         ("text_config.hidden_size", 10**12, "expected an integer from 1 to"),
         ("text_config.hidden_size", "64", "is '64'; expected an integer"),
         ("text_config.hidden_size", True, "is True; expected an integer"),
+        ("text_config.num_hidden_layers", 10**6, "expected an integer from 1 to 1024"),
+        ("vision_config.vt_num_hidden_layers", 10**6, "expected an integer from 1 to 1024"),
         ("text_config.n_routed_experts", 10**6, "expected at most 200000 in all"),
         ("text_config.n_group", 3, "expected a divisor of 8 experts"),
         ("text_config.topk_group", 2, "expected at most n_group"),
