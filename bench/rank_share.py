@@ -1,0 +1,383 @@
+"""One tensor-parallel rank's share of Kimi-K2.5 on one GPU: prefill and decode, eagerly and in graphs, and the floor.
+
+    python bench/rank_share.py [--tp 8] [--layers 61] [--tokens 64,256] [--profile] [--json bench/results/NAME.json]
+
+The share is built from the package's own classes with heads, expert width and vocabulary divided by --tp. Real shapes,
+random weights of real scale, a router that spreads the tokens; no collectives, so this is a rank's own work only. One
+layer's rearranged experts are copied to all the others. A step is timed from token ids to the last tokens' logits, on
+an idle GPU, without the engine's bookkeeping and without sampling. Before anything is timed a model of two layers is
+compared with plain PyTorch. Needs the `gpu` extra; exit 2 says what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import (
+    Ceilings,
+    measure,
+    print_table,
+    profile_kernels,
+    provenance,
+    refuse,
+    require_hopper,
+    write_result,
+)
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from kimi_k25.backend import why_not_flashinfer
+from kimi_k25.config import KimiK25Config, TextConfig
+from kimi_k25.decoder_graphs import GraphedDecoder
+from kimi_k25.graphs import BucketPolicy, GraphPlan
+from kimi_k25.layers.flashinfer_ops import RaggedPrefill
+from kimi_k25.layers.kv_cache import AttentionBatch, CachedSequence, PagedKVCache
+from kimi_k25.layers.moe import Int4RoutedExperts
+from kimi_k25.model import KimiK25ForConditionalGeneration
+
+HIDDEN, EXPERTS, TOPK, CONTEXT = 7168, 384, 8, 2048
+INT4_STD = 4.61  # Of uniform values from -8 to 7.
+
+
+def share_config(tp: int, layers: int) -> KimiK25Config:
+    """config.json of one rank's share; the vision tower is not measured here and as small as it can be."""
+    if 64 % tp or tp < 1:
+        refuse(f"--tp {tp} does not divide 64 heads; choose 1, 2, 4, 8, 16, 32 or 64")
+    text = {
+        "vocab_size": 163840 // tp, "hidden_size": HIDDEN, "intermediate_size": 18432 // tp,
+        "moe_intermediate_size": 2048 // tp, "num_hidden_layers": layers, "num_attention_heads": 64 // tp,
+        "n_routed_experts": EXPERTS, "n_shared_experts": 1, "num_experts_per_tok": TOPK, "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.827, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144,
+        "rope_theta": 50000.0, "eos_token_id": 0,
+        "rope_scaling": {
+            "type": "yarn", "factor": 64.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+        "quantization_config": {
+            "quant_method": "compressed-tensors", "format": "pack-quantized",
+            "config_groups": {"group_0": {"weights": {
+                "num_bits": 4, "group_size": 32, "type": "int", "symmetric": True, "strategy": "group",
+            }}},
+        },
+    }  # fmt: skip
+    vision = {
+        "patch_size": 14, "init_pos_emb_height": 1, "init_pos_emb_width": 1, "init_pos_emb_time": 1,
+        "vt_hidden_size": 16, "vt_num_hidden_layers": 1, "vt_num_attention_heads": 1, "vt_intermediate_size": 16,
+        "merge_kernel_size": [2, 2], "projector_ln_eps": 1e-5,
+    }  # fmt: skip
+    return KimiK25Config.from_dict(
+        {
+            "model_type": "kimi_k25", "text_config": text, "vision_config": vision, "dtype": "bfloat16",
+            "media_placeholder_token_id": 1, "pad_token_id": 0, "eos_token_id": 0,
+            "video_placeholder": "<video>",
+        }
+    )
+
+
+@torch.no_grad()
+def build(config: KimiK25Config, device: torch.device, *, expert_layers: int) -> KimiK25ForConditionalGeneration:
+    """The share on the GPU. Only the first `expert_layers` MoE layers get experts' values; the others' are empty."""
+    with torch.device("meta"):
+        model = KimiK25ForConditionalGeneration(config)
+    model.to(torch.bfloat16).to_empty(device=device)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() == 1:
+                parameter.fill_(0.0 if name == "bias" else 1.0)
+            else:
+                std = 1.0 if isinstance(module, nn.Embedding) else parameter.shape[-1] ** -0.5
+                parameter.normal_(std=std)
+        if hasattr(module, "e_score_correction_bias"):
+            module.e_score_correction_bias.zero_()
+        if (refresh := getattr(module, "refresh_derived", None)) is not None:
+            refresh()
+        if isinstance(module, Int4RoutedExperts) and expert_layers:
+            expert_layers -= 1
+            for name in ("gate_up_proj", "down_proj"):
+                packed, scale = getattr(module, f"{name}_packed"), getattr(module, f"{name}_scale")
+                packed.random_(-(2**31), 2**31 - 1)
+                scale.normal_(1.0, 0.1).mul_((packed.shape[-1] * 8) ** -0.5 / INT4_STD)
+    return model.eval()
+
+
+def set_fast(model: KimiK25ForConditionalGeneration, *, deterministic: bool = False) -> Any:
+    """use_backend(model, "flashinfer"), but for one layer's rearranged experts, which all others copy."""
+    from kimi_k25.fast_decoder import FastDecoder
+    from kimi_k25.layers.humming_experts import HummingExperts
+
+    if trouble := why_not_flashinfer(model):
+        refuse(trouble)
+    first: list[HummingExperts] = []
+
+    class CopiedExperts(HummingExperts):
+        def repack(self) -> None:
+            if first:
+                self.adopt(first[0])
+            else:
+                super().repack()
+                first.append(self)
+
+    text = model.config.text_config
+    prefill = RaggedPrefill(
+        num_heads=text.num_attention_heads, qk_head_dim=text.qk_head_dim, v_head_dim=text.v_head_dim,
+        scale=text.softmax_scale, dtype=torch.bfloat16, device=model.language_model.lm_head.weight.device,
+    )  # fmt: skip
+    decoder = model.language_model.model
+    decoder.fast = FastDecoder(
+        decoder, prefill=prefill, products=lambda experts: CopiedExperts(experts, deterministic=deterministic)
+    )
+    return decoder.fast
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+@torch.no_grad()
+def check(tp: int, device: torch.device, *, deterministic: bool) -> dict[str, float]:
+    """Two layers, plain against fused, on the same weights: relative distances of module outputs and hidden states.
+
+    bfloat16 alone makes the plain path differ from float32 by about 1e-2; a token whose eighth and ninth expert
+    score alike may choose another one, so hidden states are compared by the median token.
+    """
+    torch.manual_seed(0)
+    model = build(share_config(tp, 2), device, expert_layers=1)
+    decoder = model.language_model.model
+    cache = PagedKVCache(model.config.text_config, max_seqs=12, max_seq_len=512, dtype=torch.bfloat16, device=device)
+    attention, moe = decoder.layers[1].self_attn, decoder.layers[1].mlp
+    xs = {n: torch.randn(n, HIDDEN, device=device, dtype=torch.bfloat16) for n in (1, 3, 8, 9, 64, 300)}
+    real = torch.tensor([200], dtype=torch.int32, device=device)
+
+    def run() -> dict[str, Tensor]:
+        fast = decoder.fast
+        one_attention = fast.attention[1] if fast else attention
+        one_moe = fast.experts[0] if fast else moe
+        if fast:
+            fast.attention[1].plans = True
+        outputs = {f"moe {n}": one_moe(x) for n, x in xs.items()}
+        outputs["moe 300, 200 real"] = one_moe(xs[300], real)
+        sequences = [CachedSequence() for _ in range(12)]
+        cache.layers.zero_()
+        for name, chosen, lengths in (
+            ("prefill 300", [0], [300]),
+            ("prefill with prefix", [0], [64]),
+            ("prefill 3 sequences", [1, 2, 3], [5, 50, 245]),
+            ("prefill 2, one with prefix", [1, 4], [20, 44]),
+            ("rest", [5, 6, 7, 8, 9, 10, 11], [1, 3, 60, 64, 65, 100, 7]),
+        ):
+            batch = cache.step([sequences[i] for i in chosen], lengths)
+            x = torch.cat([xs[300], xs[64]])[: sum(lengths)]
+            rope = decoder.rope(batch.positions, torch.bfloat16)
+            outputs[f"attention, {name}"] = one_attention(x, rope, batch)
+            outputs[f"hidden, {name}"] = model.language_model(x, batch)
+        for n in (1, 8, 12):
+            batch = cache.step(sequences[:n], [1] * n)
+            x = xs[64][:n]
+            rope = decoder.rope(batch.positions, torch.bfloat16)
+            outputs[f"attention, decode {n}"] = one_attention(x, rope, batch)
+            outputs[f"hidden, decode {n}"] = model.language_model(x, batch)
+        if fast:
+            fast.attention[1].plans = False
+        for sequence in sequences:
+            cache.release(sequence)
+        return outputs
+
+    expected = run()
+    set_fast(model, deterministic=deterministic)
+    actual = run()
+    distances: dict[str, float] = {}
+    for name, reference in expected.items():
+        if name.startswith(("hidden", "moe")):
+            a, b = actual[name].float(), reference.float()
+            distances[name] = ((a - b).norm(dim=1) / b.norm(dim=1)).median().item()
+        else:
+            distances[name] = relative(actual[name], reference)
+    wrong = {name: value for name, value in distances.items() if not value < 2e-2}
+    for name, value in distances.items():
+        print(f"  {value:.2e}  {name}{'  WRONG' if name in wrong else ''}")
+    if wrong:
+        print(f"the fused path differs from plain PyTorch: {wrong}", file=sys.stderr)
+        raise SystemExit(1)
+    return {name: round(value, 5) for name, value in distances.items()}
+
+
+def floor_ms(c: TextConfig, ceilings: Ceilings, *, tokens: int, seqs: int, context: int) -> float:
+    """Weights of the experts hit once and everything else once, or all operations, whichever takes longer."""
+    layers, heads = c.num_hidden_layers, c.num_attention_heads
+    attention = HIDDEN * (c.q_lora_rank + c.kv_cache_dim) + c.q_lora_rank * heads * c.qk_head_dim
+    attention += heads * (c.kv_lora_rank * (c.qk_nope_head_dim + c.v_head_dim) + HIDDEN * c.v_head_dim)
+    expert = 3 * HIDDEN * c.moe_intermediate_size
+    dense = 3 * HIDDEN * c.intermediate_size
+    head = HIDDEN * c.vocab_size
+    hit = EXPERTS * (1 - (1 - TOPK / EXPERTS) ** tokens)
+    expert_bytes = expert * (0.5 + 2 / 32)
+    moe_layer = 2 * (attention + HIDDEN * EXPERTS + expert) + hit * expert_bytes
+    num_bytes = (layers - 1) * moe_layer + 2 * (attention + dense + head)
+    num_bytes += layers * seqs * context * c.kv_cache_dim * 2
+    per_token = layers * attention + (layers - 1) * (HIDDEN * EXPERTS + (TOPK + 1) * expert) + dense
+    operations = 2 * tokens * per_token + 2 * seqs * head
+    if context:
+        operations += 2 * layers * seqs * context * heads * (c.kv_cache_dim + c.kv_lora_rank)
+    else:
+        operations += layers * tokens * tokens * heads * (c.qk_head_dim + c.v_head_dim)
+    return ceilings.floor_ms(num_bytes, operations)
+
+
+class Steps:
+    """Prefill and decode steps of the share, by size, each ready to be run again and again."""
+
+    def __init__(self, model: KimiK25ForConditionalGeneration, cache: PagedKVCache, decoder: GraphedDecoder) -> None:
+        self.model, self.cache, self.graphed = model, cache, decoder
+        self.device = cache.layers.device
+
+    def prefill(self, tokens: int) -> tuple[Tensor, AttentionBatch]:
+        sequence = CachedSequence()
+        batch = self.cache.step([sequence], [tokens])
+        self.cache.release(sequence)
+        return torch.randint(2, self.model.config.text_config.vocab_size, (tokens,), device=self.device), batch
+
+    def decode(self, seqs: int, context: int) -> tuple[Tensor, AttentionBatch]:
+        sequences = [CachedSequence() for _ in range(seqs)]
+        self.cache.step(sequences, [context - 1] * seqs)
+        batch = self.cache.step(sequences, [1] * seqs)
+        for sequence in sequences:
+            self.cache.release(sequence)
+        return torch.randint(2, self.model.config.text_config.vocab_size, (seqs,), device=self.device), batch
+
+    def run(self, step: tuple[Tensor, AttentionBatch], *, graphs: bool) -> Callable[[], Tensor]:
+        """From token ids to the logits of the last tokens."""
+        ids, batch = step
+        language_model = self.model.language_model
+        last = batch.cu_seqlens[1:].long() - 1
+
+        @torch.inference_mode()
+        def call() -> Tensor:
+            embeds = language_model.model.embed_tokens(ids)
+            hidden = self.graphed(embeds, batch) if graphs else language_model(embeds, batch)
+            return language_model.compute_logits(hidden.index_select(0, last))
+
+        return call
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tp", type=int, default=8, help="ranks that the model is divided by")
+    parser.add_argument("--layers", type=int, default=61)
+    parser.add_argument("--tokens", default="64,256,512,1024,2048,4096", help="sizes of prefill steps")
+    parser.add_argument("--batch", default="1,8,64", help="sequences of decode steps")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--deterministic", action="store_true", help="kernels that give the same bits every run")
+    parser.add_argument("--profile", action="store_true", help="where the time of each size goes, kernel by kernel")
+    parser.add_argument("--skip-check", action="store_true", help="do not compare with plain PyTorch first")
+    parser.add_argument("--json", type=Path, help="where the result goes")
+    args = parser.parse_args()
+    tokens, batches = ([int(n) for n in text.split(",") if n] for text in (args.tokens, args.batch))
+
+    config = share_config(args.tp, args.layers)
+    expert_gib = (args.layers - 1) * EXPERTS * 3 * HIDDEN * (2048 / args.tp) * 0.5625 / 2**30
+    device = require_hopper(expert_gib * 1.05 + 12 + 0.33 * args.layers, "use fewer --layers or a larger --tp")
+    warnings.filterwarnings("ignore", message=".*cuda capability.*")
+    started = time.perf_counter()
+    ceilings = Ceilings.measure()
+    print(f"ceilings: {ceilings.tb_per_s:.2f} TB/s copied, {ceilings.tflop_per_s:.0f} TFLOP/s bfloat16", flush=True)
+    distances = {}
+    if not args.skip_check:
+        distances = check(args.tp, device, deterministic=args.deterministic)
+        print(f"checked against plain PyTorch after {time.perf_counter() - started:.1f} s", flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    began = time.perf_counter()
+    model = build(config, device, expert_layers=1)
+    text = config.text_config
+    longest = max([*tokens, CONTEXT]) + 64
+    cache = PagedKVCache(text, max_seqs=max([*batches, 1]), max_seq_len=longest, dtype=torch.bfloat16, device=device)
+    cache.layers[:, 1:].normal_()
+    plan = GraphPlan(
+        backend="cuda", strict=True, prefill=BucketPolicy.of(tokens) if tokens else None,
+        decode=BucketPolicy.of(batches) if batches else None,
+    )  # fmt: skip
+    # The runner lists the state_dict's names, which the rearranged experts refuse from here on.
+    graphed = GraphedDecoder(model, cache, plan)
+    fast = set_fast(model, deterministic=args.deterministic)
+    torch.cuda.synchronize()
+    build_seconds = time.perf_counter() - began
+    began = time.perf_counter()
+    if fast.experts:
+        fast.experts[0].products.prepare([n * TOPK for n in (*tokens, *batches)])
+    compile_seconds = time.perf_counter() - began
+    print(f"built in {build_seconds:.1f} s, expert kernels ready in {compile_seconds:.1f} s more", flush=True)
+    graphed.runner.capture()
+    print(graphed.runner.describe(), flush=True)
+
+    steps = Steps(model, cache, graphed)
+    rows: list[dict[str, Any]] = []
+    profiles: dict[str, list[dict[str, Any]]] = {}
+    sizes = [("prefill", n, 1) for n in tokens] + [("decode", n, n) for n in batches]
+    for phase, num_tokens, seqs in sizes:
+        context = CONTEXT if phase == "decode" else 0
+        step = steps.decode(seqs, CONTEXT) if context else steps.prefill(num_tokens)
+        floor = floor_ms(text, ceilings, tokens=num_tokens, seqs=seqs, context=context)
+        for mode in ("eager", "full" if context else "piecewise"):
+            call = steps.run(step, graphs=mode != "eager")
+            timing = measure(call, rounds=args.rounds if mode != "eager" else max(5, args.rounds // 3))
+            row = {"phase": phase, "tokens": num_tokens, "batch": seqs, "mode": mode, **asdict(timing)}
+            rows.append(row | {"floor_ms": round(floor, 3)})
+            if args.profile and mode != "eager":
+                profiles[f"{phase} {num_tokens}"] = profile_kernels(call, calls=3)
+    result = {
+        **provenance(),
+        "ceilings": asdict(ceilings),
+        "tp": args.tp,
+        "layers": args.layers,
+        "context": CONTEXT,
+        "deterministic": args.deterministic,
+        "collectives": "none: one rank's own work",
+        "experts": "one layer's rearranged experts, copied to the others",
+        "build_seconds": round(build_seconds, 2),
+        "compile_seconds": round(compile_seconds, 2),
+        "graphs": graphed.runner.describe(),
+        "distance_to_plain": distances,
+        "rows": rows,
+    }
+    if profiles:
+        result["profiles"] = {
+            name: [
+                {"kernel": k["kernel"][:90], "launches": round(k["launches"], 2), "us": round(k["us"], 1)}
+                for k in kernels[:40]
+            ]
+            for name, kernels in profiles.items()
+        }
+    if args.json:
+        write_result(args.json, result)
+    for name, kernels in profiles.items():
+        total, launches = sum(k["us"] for k in kernels), sum(k["launches"] for k in kernels)
+        print(f"\n{name}: {total / 1000:.2f} ms in {launches:.0f} kernels, {launches / args.layers:.1f} a layer")
+        print_table(
+            ["us/layer", "calls/layer", "kernel"],
+            [[k["us"] / args.layers, k["launches"] / args.layers, k["kernel"][:70]] for k in kernels[:24]],
+        )
+    print()
+    print_table(
+        ["phase", "tokens", "mode", "median ms", "p10", "p90", "floor ms", "x floor"],
+        [
+            [r["phase"], r["tokens"], r["mode"], r["median_ms"], r["p10_ms"], r["p90_ms"], r["floor_ms"],
+             r["median_ms"] / r["floor_ms"]]
+            for r in rows
+        ],
+    )  # fmt: skip
+    graphed.runner.close()
+
+
+if __name__ == "__main__":
+    main()
