@@ -34,7 +34,8 @@ def randomize(module: nn.Module, seed: int = 0) -> nn.Module:
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         noise = torch.randn(tensor.shape, generator=generator)
         if name.endswith("_packed"):
-            tensor.copy_(pack_int4(torch.randint(-8, 8, (*tensor.shape[:-1], tensor.shape[-1] * 8), generator=generator)))
+            values = torch.randint(-8, 8, (*tensor.shape[:-1], tensor.shape[-1] * 8), generator=generator)
+            tensor.copy_(pack_int4(values))
         elif name.endswith("_scale"):
             tensor.copy_(noise.abs() * 0.02 + 0.01)
         elif name.endswith("e_score_correction_bias"):

@@ -112,7 +112,8 @@ def latent_attention(module, c: TextConfig, x: Tensor, positions: list[int], len
             keys = torch.stack([torch.cat((decompressed[t, kv0 : kv0 + nope], shared[t])) for t in rows])
             values = decompressed[start : start + length, kv0 + nope : kv0 + nope + dv]
             for seen, t in enumerate(rows, start=1):
-                q = torch.cat((queries[t, q0 : q0 + nope], roped(queries[t, q0 + nope : q0 + nope + rope], positions[t])))
+                q_nope, q_pe = queries[t, q0 : q0 + nope + rope].split((nope, rope))
+                q = torch.cat((q_nope, roped(q_pe, positions[t])))
                 out[t, head * dv : (head + 1) * dv] = attend(q, keys[:seen], values[:seen], softmax_scale(c))
         start += length
     return linear(out, module.o_proj)
@@ -219,14 +220,12 @@ def resample(table: Tensor, height: int, width: int) -> Tensor:
         first = math.floor(source) - 1
         return [(min(max(k, 0), size - 1), cubic(source - k)) for k in range(first, first + 4)]
 
-    table = table.double()
-    return torch.stack(
-        [
-            sum(wy * wx * table[y, x] for y, wy in taps(table.shape[0], height, i) for x, wx in taps(table.shape[1], width, j))
-            for i in range(height)
-            for j in range(width)
-        ]
-    )  # fmt: skip
+    table, out = table.double(), []
+    for i in range(height):
+        for j in range(width):
+            rows, columns = taps(table.shape[0], height, i), taps(table.shape[1], width, j)
+            out.append(sum(wy * wx * table[y, x] for y, wy in rows for x, wx in columns))
+    return torch.stack(out)
 
 
 def patch_embedding(module, pixel_values: Tensor, grids: list[Grid]) -> Tensor:

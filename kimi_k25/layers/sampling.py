@@ -20,7 +20,10 @@ def sample(logits: Tensor, *, temperature: float, top_p: float, generator: torch
     """
     if temperature == 0:
         return logits.argmax(-1)
-    probs, ids = (logits / temperature).softmax(-1).sort(-1, descending=True)
+    limits = torch.finfo(logits.dtype)
+    temperature = min(max(temperature, limits.tiny), limits.max)  # In float32 neither 0 nor infinity,
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # and no quotient above 0: nothing becomes NaN.
+    probs, ids = logits.softmax(-1).sort(-1, descending=True)
     before = probs.cumsum(-1) - probs
     probs = probs.masked_fill(before >= top_p, 0.0)
     probs[:, 0].clamp_(min=torch.finfo(probs.dtype).tiny)
