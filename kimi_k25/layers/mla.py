@@ -69,7 +69,8 @@ class MultiHeadLatentAttention(nn.Module):
         else:
             q = torch.cat((q_nope, q_pe), -1)
             k, v = self.decompress(kv)
-            out = v.new_empty(q.shape[0], q.shape[1], self.v_head_dim)
+            # Zeros: padding rows go on to the next layer's page 0, which later steps weigh by zero, and 0 * NaN is NaN.
+            out = v.new_zeros(q.shape[0], q.shape[1], self.v_head_dim)
             prefill_attention(self, q, k, v, batch, out)
         return self.o_proj(out.flatten(1))
 
