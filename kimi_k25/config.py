@@ -223,6 +223,9 @@ class TextConfig:
                 "text_config.n_routed_experts",
                 f"is {experts} in {self.num_hidden_layers} layers; expected at most {MAX_EXPERT_MATRICES} in all",
             )
+        for field in ("hidden_size", "moe_intermediate_size"):
+            if self.moe_layers and getattr(self, field) % 8:  # torch's grouped product wants rows of whole 16 bytes.
+                raise ConfigError(f"text_config.{field}", f"is {getattr(self, field)}; expected a multiple of 8")
         if experts % groups or (groups > 1 and experts // groups < 2):
             raise ConfigError(
                 "text_config.n_group", f"is {groups}; expected a divisor of {experts} experts, two or more a group"

@@ -18,11 +18,13 @@ VISION_EPS = 1e-5
 Grid = tuple[int, int, int]
 
 
+@torch.no_grad()
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows = [row / math.sqrt(sum(v * v for v in row.tolist()) / len(row) + eps) for row in x.double()]
     return torch.stack(rows) * weight.double()
 
 
+@torch.no_grad()
 def layer_norm(x: Tensor, norm: torch.nn.LayerNorm, eps: float) -> Tensor:
     rows = []
     for row in x.double():
@@ -31,6 +33,7 @@ def layer_norm(x: Tensor, norm: torch.nn.LayerNorm, eps: float) -> Tensor:
     return torch.stack(rows) * norm.weight.double() + norm.bias.double()
 
 
+@torch.no_grad()
 def linear(x: Tensor, layer: torch.nn.Linear) -> Tensor:
     out = x.double() @ layer.weight.double().T
     return out if layer.bias is None else out + layer.bias.double()
@@ -91,6 +94,7 @@ def rope_length(c: TextConfig) -> float:
     return lengths[0] / lengths[1]
 
 
+@torch.no_grad()
 def latent_attention(module, c: TextConfig, x: Tensor, positions: list[int], lengths: list[int]) -> Tensor:
     """(num_tokens, hidden_size), every token over those before it in its own sequence."""
     heads, nope, rope, dv = c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
@@ -119,6 +123,7 @@ def latent_attention(module, c: TextConfig, x: Tensor, positions: list[int], len
     return linear(out, module.o_proj)
 
 
+@torch.no_grad()
 def route(gate, c: TextConfig, x: Tensor) -> list[dict[int, float]]:
     """Weight of each chosen expert, for every token."""
     choices = []
@@ -178,6 +183,7 @@ def swiglu_module(mlp, x: Tensor) -> Tensor:
     return torch.stack([swiglu(r, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight) for r in x])
 
 
+@torch.no_grad()
 def mixture_of_experts(module, c: TextConfig, x: Tensor) -> Tensor:
     matrices = [expert_matrices(module.experts, e) for e in range(c.n_routed_experts)]
     out = torch.zeros(x.shape[0], c.hidden_size, dtype=torch.float64)
@@ -187,6 +193,7 @@ def mixture_of_experts(module, c: TextConfig, x: Tensor) -> Tensor:
     return out if module.shared_experts is None else out + swiglu_module(module.shared_experts, x)
 
 
+@torch.no_grad()
 def decoder(model, c: TextConfig, embeds: Tensor, positions: list[int], lengths: list[int]) -> list[Tensor]:
     """Hidden states: the embeddings, then after each layer, then after the final norm."""
     hidden = [embeds.double()]
@@ -228,6 +235,7 @@ def resample(table: Tensor, height: int, width: int) -> Tensor:
     return torch.stack(out)
 
 
+@torch.no_grad()
 def patch_embedding(module, pixel_values: Tensor, grids: list[Grid]) -> Tensor:
     weight, bias = module.proj.weight.double(), module.proj.bias.double()
     out, dim, first = [], weight.shape[0], 0
@@ -252,6 +260,7 @@ def vision_angles(row: int, column: int, head_dim: int) -> list[float]:
     return angles
 
 
+@torch.no_grad()
 def vision_attention(block, c: VisionConfig, x: Tensor, grids: list[Grid]) -> Tensor:
     heads, dim = c.vt_num_attention_heads, c.vt_hidden_size // c.vt_num_attention_heads
     qkv, out, start = linear(x, block.wqkv), torch.zeros(x.shape, dtype=torch.float64), 0
@@ -279,6 +288,7 @@ def gelu_erf(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
 
 
+@torch.no_grad()
 def vision_encoder(encoder, c: VisionConfig, x: Tensor, grids: list[Grid]) -> Tensor:
     for block in encoder.blocks:
         x = x + vision_attention(block, c, layer_norm(x, block.norm0, VISION_EPS), grids)
@@ -301,6 +311,7 @@ def merge_patches(x: Tensor, grids: list[Grid], merge: tuple[int, int]) -> Tenso
     return torch.stack(tokens)
 
 
+@torch.no_grad()
 def projector(module, c: VisionConfig, merged: Tensor) -> Tensor:
     out = []
     for vectors in merged:
@@ -309,6 +320,7 @@ def projector(module, c: VisionConfig, merged: Tensor) -> Tensor:
     return torch.stack(out)
 
 
+@torch.no_grad()
 def media_features(model, pixel_values: Tensor, grids: list[Grid]) -> Tensor:
     c, tower = model.config.vision_config, model.vision_tower
     x = patch_embedding(tower.patch_embed, pixel_values, grids)
