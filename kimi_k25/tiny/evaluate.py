@@ -70,7 +70,7 @@ def score(lessons: Sequence[Lesson], answers: Sequence[str]) -> Result:
 
 @torch.no_grad()
 def answer_greedily(
-    model: KimiK25ForConditionalGeneration, tokenizer: Tokenizer, lessons: Sequence[Lesson], *, batch_size: int = 250
+    model: KimiK25ForConditionalGeneration, tokenizer: Tokenizer, lessons: Sequence[Lesson], *, batch_size: int = 1000
 ) -> list[str]:
     """The model's answers to the lessons' last questions, what it thinks before them left out."""
     packer = Packer(tokenizer)

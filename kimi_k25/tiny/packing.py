@@ -25,7 +25,7 @@ PATCH, MERGED = 14, 28  # Pixels of a patch's side, and of the square that becom
 CHUNK_FRAMES = 4
 NO_TARGET = -100
 GRIDS_IN_A_BATCH = 10
-GROWN_AT = 0.5  # Share of all batches.
+GROWN_AT = 4500  # The batch from which on pictures have all sizes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +242,7 @@ class LessonBatches(torch.utils.data.Dataset[Batch]):
     """Training batches by number; batch k is the same on any machine with any number of workers.
 
     A batch's pictures share a few grids: the vision tower encodes equal ones at once. The first batches have small
-    pictures, of up to 84 pixels; the limit grows to 224 at GROWN_AT. Small ones teach the same and cost little.
+    pictures, of up to 84 pixels; the limit grows to 224 at GROWN_AT. Small ones teach the same things sooner.
     """
 
     def __init__(self, packer: Packer, shape: BatchShape, *, seed: int, num_batches: int) -> None:
@@ -253,7 +253,7 @@ class LessonBatches(torch.utils.data.Dataset[Batch]):
 
     def __getitem__(self, k: int) -> Batch:
         rng = random.Random(f"lessons {self._seed} {k}")
-        grown = min(1.0, k / (GROWN_AT * self._num_batches))
+        grown = min(1.0, k / GROWN_AT)
         most = round(MIN_CROWD_SIDE + (MAX_SIDE - MIN_CROWD_SIDE) * grown)
         teacher = Teacher(rng, sizes=Sizes.few(rng, GRIDS_IN_A_BATCH, most))
         packed = (self._packer.pack_one(teacher.lesson()) for _ in itertools.count())

@@ -20,9 +20,9 @@ from kimi_k25.layers.int4 import pack_int4
 from kimi_k25.tiny.architecture import QUANTIZATION_CONFIG
 
 GROUP_SIZE = 32
-# A group's largest value in steps of its scale: 7.5 is compressed-tensors' choice, the others find the scale again of
-# values that are on a grid.
-_LEVELS = (7.5, 8.0, 7.0, 7.03, 6.97)
+# A group's largest value in steps of its scale, and by how many units in its last place the scale is then moved. 7.5 is
+# compressed-tensors' choice. Values on a grid have 7 or 8 as their largest; rounding may have moved 7 times the scale.
+_CANDIDATES = ((7.5, 0), (8.0, 0), (7.0, 0), (7.0, 1), (7.0, -1))
 _EXPERT_WEIGHT = re.compile(r".*\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight")
 
 
@@ -40,9 +40,9 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     largest = groups.abs().amax(-1, keepdim=True)
     best_q, best_scale = torch.zeros_like(groups), torch.ones_like(largest, dtype=torch.bfloat16)
     best_error = torch.full_like(largest, torch.inf)
-    for levels in _LEVELS:
-        scale = (largest / levels).bfloat16()
-        scale = torch.where(scale == 0, 1.0, scale)  # An empty group: any scale will do.
+    for levels, ulps in _CANDIDATES:
+        scale = ((largest / levels).bfloat16().view(torch.int16) + ulps).view(torch.bfloat16)
+        scale = torch.where(largest == 0, 1.0, scale)  # An empty group: any scale will do.
         q = (groups / scale.float()).round().clamp(-8, 7)
         error = ((q.bfloat16() * scale).float() - groups).square().sum(-1, keepdim=True)
         better = error < best_error

@@ -13,7 +13,6 @@ import argparse
 import datetime
 import importlib.util
 import json
-import math
 import os
 import platform
 import subprocess
@@ -40,15 +39,18 @@ from kimi_k25.tiny.router_balance import RouterBalance
 from kimi_k25.tokenizer import Tokenizer, load_tokenizer
 
 SEED = 0
-STEPS = 13000
+MINUTES = 7.0
+PACE_STEP = 1000  # Where the number of steps is set, from the pace so far.
+MAX_STEPS = 50_000
 LESSONS_A_STEP = 320
-PEAK_LEARNING_RATE = 3e-3
-WARMUP_STEPS = 500
+PEAK_LEARNING_RATE = 6e-4
+WARMUP_STEPS = 200
+BRANCH_SCALE = 0.3  # Of fresh weights that add to a residual stream, beside 1 / sqrt(number of blocks).
 DECAY_FROM = 0.5  # Share of the steps after which the learning rate falls.
 FINAL_SHARE = 0.01  # Of the peak, at the last step.
 BIAS_RATE = 1e-3
 GRID_FROM = 0.8  # Share of the steps after which the experts are held on the int4 grid.
-LOG_EVERY, EVALUATE_EVERY, SAVE_EVERY = 50, 500, 2000
+LOG_EVERY, EVALUATE_EVERY, SAVE_EVERY = 50, 1000, 2000
 CURVE_QUESTIONS = 500
 
 
@@ -72,7 +74,7 @@ def initialize(model: nn.Module) -> None:
         else:
             fan_in = p[0].numel() if ".experts." not in name else p.shape[-1]
             ends_block = name.endswith(("o_proj.weight", "down_proj.weight", ".down_proj", ".wo.weight", "fc1.weight"))
-            nn.init.normal_(p, std=fan_in**-0.5 * (num_blocks**-0.5 if ends_block else 1.0))
+            nn.init.normal_(p, std=fan_in**-0.5 * (BRANCH_SCALE * num_blocks**-0.5 if ends_block else 1.0))
 
 
 def batch_logits(model: KimiK25ForConditionalGeneration, batch: Batch) -> Tensor:
@@ -140,14 +142,12 @@ class Training:
         """Share of the lessons whose every learned token is the likeliest one, by kind; added to the history."""
         self.model.eval()
         right: dict[str, list[bool]] = defaultdict(list)
-        for start in range(0, len(lessons), 250):
-            part = lessons[start : start + 250]
-            batch = packer.pack(part).to(self.device)
-            best = batch_logits(self.model, batch).argmax(-1)
-            wrong = ((best != batch.targets) & (batch.targets != NO_TARGET)).tolist()
-            bounds = batch.cu_seqlens.tolist()
-            for k, lesson in enumerate(part):
-                right[lesson.turns[-1].question.kind].append(not any(wrong[bounds[k] : bounds[k + 1]]))
+        batch = packer.pack(lessons).to(self.device)
+        best = batch_logits(self.model, batch).argmax(-1)
+        wrong = ((best != batch.targets) & (batch.targets != NO_TARGET)).tolist()
+        bounds = batch.cu_seqlens.tolist()
+        for k, lesson in enumerate(lessons):
+            right[lesson.turns[-1].question.kind].append(not any(wrong[bounds[k] : bounds[k + 1]]))
         self.model.train()
         accuracy = {kind: sum(flags) / len(flags) for kind, flags in right.items()}
         self.history["eval_steps"].append(self.step)
@@ -179,12 +179,14 @@ class Training:
         with safe_open(path, "pt") as file:
             about = json.loads(file.metadata()["training"])
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        if about["step"] > DECAY_FROM * min(about["steps"], self.steps) and about["steps"] != self.steps:
+        has_decayed = about["step"] > DECAY_FROM * min(about["steps"], self.steps)
+        if has_decayed and self.steps not in (about["steps"], MAX_STEPS):
             raise ValueError(
                 f"{path} is of a run with {about['steps']} steps whose learning rate has begun to fall; "
                 f"it cannot continue as one with {self.steps}: give the same --steps"
             )
         self.step, self.seconds, self.history = about["step"], about["seconds"], about["history"]
+        self.steps = about["steps"] if self.steps == MAX_STEPS else self.steps
         self.masters.experts_on_grid = self.step > GRID_FROM * self.steps
         self.masters.load_state(state)
         for k, router in enumerate(self.balance.routers):
@@ -195,20 +197,22 @@ def run(training: Training, tokenizer: Tokenizer, args: argparse.Namespace) -> N
     """Learns until the last step; logs to stderr, saves to args.out."""
     packer, state_path = Packer(tokenizer), args.out / "state.safetensors"
     questions = list(exam(CURVE_QUESTIONS))
-    batches = LessonBatches(packer, BatchShape.of(args.lessons), seed=SEED, num_batches=training.steps)
+    batches = LessonBatches(packer, BatchShape.of(args.lessons), seed=SEED, num_batches=MAX_STEPS)
     loader = torch.utils.data.DataLoader(
         batches,
         batch_size=None,
-        sampler=range(training.step, training.steps),
+        sampler=range(training.step, MAX_STEPS),
         num_workers=args.workers,
         prefetch_factor=4 if args.workers else None,
         pin_memory=training.device.type == "cuda",
     )
     clock = time.monotonic() - training.seconds
-    deadline = time.monotonic() + 60 * args.minutes
     for batch in loader:
         training.learn(batch)
         training.seconds = time.monotonic() - clock
+        if training.step == PACE_STEP and args.steps is None:
+            training.steps = min(MAX_STEPS, int(60 * args.minutes / training.seconds * PACE_STEP))
+            say(f"{training.steps} steps will take {args.minutes:g} minutes")
         is_last = training.step == training.steps
         if training.step % LOG_EVERY == 0 or is_last:
             training.log((training.step - 1) % LOG_EVERY + 1)
@@ -217,11 +221,10 @@ def run(training: Training, tokenizer: Tokenizer, args: argparse.Namespace) -> N
             exact = "  ".join(f"{kind} {100 * value:.1f}" for kind, value in accuracy.items())
             loss = training.history["loss"][-1]
             say(f"step {training.step}/{training.steps}  loss {loss:.4f}  {exact}  {training.seconds:.0f} s")
-        is_over = time.monotonic() > deadline and not is_last
-        if training.step % SAVE_EVERY == 0 or is_over:
+        if training.step % SAVE_EVERY == 0:
             training.save(state_path)
-        if is_over:
-            raise SystemExit(f"{args.minutes:g} minutes are over; the same command continues from step {training.step}")
+        if is_last:
+            break
 
 
 def finish(training: Training, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
@@ -288,11 +291,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m kimi_k25.tiny.train", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=architecture.FOLDER, help="folder to write (this package's)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--steps", type=int, help="so many; a result's number repeats its run")
     parser.add_argument("--lessons", type=int, default=LESSONS_A_STEP, help="conversations a step, at most")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) - 1), help="that draw pictures")
     parser.add_argument("--questions", type=int, default=2000, help="held-out questions asked at the end")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="save and stop after this time")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="without --steps: about how long it may learn")
     parser.add_argument("--commit", default="", help="for the result, where there is no git")
     return parser.parse_args(argv)
 
@@ -302,7 +305,7 @@ def main(argv: list[str] | None = None) -> None:
     architecture.write_side_files(args.out)
     # cuDNN's attention would be planned anew for every batch: each has its own shape.
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-        training = Training(torch.device(args.device), BatchShape.of(args.lessons), steps=args.steps)
+        training = Training(torch.device(args.device), BatchShape.of(args.lessons), steps=args.steps or MAX_STEPS)
         tokenizer = load_tokenizer(args.out)
         if (args.out / "state.safetensors").exists():
             training.load(args.out / "state.safetensors")
