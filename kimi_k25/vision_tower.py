@@ -221,7 +221,8 @@ class MoonViT3d(nn.Module):
     def checked_grids(self, pixel_values: Tensor, grid_thws: Tensor) -> list[Grid]:
         patch = (3, self.config.patch_size, self.config.patch_size)
         if pixel_values.dim() != 4 or pixel_values.shape[1:] != patch:
-            raise ValueError(f"pixel_values has shape {tuple(pixel_values.shape)}; expected (num_patches, {patch})")
+            expected = ", ".join(map(str, patch))
+            raise ValueError(f"pixel_values has shape {tuple(pixel_values.shape)}; expected (num_patches, {expected})")
         if grid_thws.dim() != 2 or grid_thws.shape[1] != 3 or not grid_thws.shape[0]:
             raise ValueError(f"grid_thws has shape {tuple(grid_thws.shape)}; expected (num_media, 3)")
         grids = [(t, h, w) for t, h, w in grid_thws.tolist()]  # The one host sync: shapes follow from it.
