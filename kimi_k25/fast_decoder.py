@@ -57,6 +57,8 @@ class FastDecoder:
             feed_forward = self._feed_forward(layer.mlp, products)
             self._layers.append((layer.input_layernorm, attention, layer.post_attention_layernorm, feed_forward))
 
+        self._next_norms = [norm for norm, *_ in self._layers[1:]] + [decoder.norm]
+
     def _feed_forward(
         self, mlp: nn.Module, products: Callable[[Int4RoutedExperts], ExpertProducts]
     ) -> FeedForward:
@@ -82,14 +84,15 @@ class FastDecoder:
         rope = self.decoder.rope(batch.positions, inputs_embeds.dtype)
         first, *_ = self._layers[0]
         x, residual = _norm(inputs_embeds, first), inputs_embeds.clone()  # The norms below add to it in place.
-        for index, (input_norm, attention, post_norm, feed_forward) in enumerate(self._layers):
-            if index:
-                x, residual = self.add_norm(x, residual, input_norm.weight, input_norm.eps)
+        for (_, attention, post_norm, feed_forward), next_norm in zip(self._layers, self._next_norms, strict=True):
             x = attention(x, rope, batch)
             x, residual = self.add_norm(x, residual, post_norm.weight, post_norm.eps)
-            x = feed_forward(x, batch.num_tokens)
-        last = self.decoder.norm
-        return self.add_norm(x, residual, last.weight, last.eps)[0]
+            if isinstance(feed_forward, FusedExperts) and self.add_norm.world_size == 1:
+                x, residual = feed_forward.add_norm(x, batch.num_tokens, residual, next_norm.weight, next_norm.eps)
+            else:
+                x = feed_forward(x, batch.num_tokens)
+                x, residual = self.add_norm(x, residual, next_norm.weight, next_norm.eps)
+        return x
 
 
 def _norm(x: Tensor, norm: RMSNorm) -> Tensor:

@@ -21,6 +21,7 @@ from kimi_k25.layers.mla_decode import decode_attention, num_key_splits
 from kimi_k25.layers.mla_kernels import assemble_prefill, norm_rope_append
 from kimi_k25.layers.mlp import swiglu
 from kimi_k25.layers.moe_kernels import (
+    add_norm_rows,
     align_blocks,
     combine_rows,
     max_blocks,
@@ -257,6 +258,21 @@ def test_combine_rows_sums_real_rows_and_skips_what_nobody_wrote(use_shared, use
     out = combine_rows(rows, places, weights, ids, shared, 5)
 
     close(out, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("use_shared", [True, False])
+def test_add_norm_rows_is_combine_residual_and_norm(use_shared, dtype):
+    (weights, ids, _, _), _ = routed(9, 5, 3, real=7)
+    rows, residual, weight = randn(27, 70, dtype=dtype), randn(9, 70, dtype=dtype), randn(70, dtype=dtype)
+    rows[21:] = float("nan")  # Padding: nobody wrote it.
+    shared = randn(9, 70, dtype=dtype) if use_shared else None
+    expected = combine_rows(rows, None, weights, ids, shared, 5) + residual
+
+    normed = add_norm_rows(rows, weights, ids, shared, residual, weight, 1e-5, 5)
+
+    close(residual, expected)
+    close(normed, rms_norm(expected, weight, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .mlp import SwiGLU
 from .moe import MixtureOfExperts
-from .moe_kernels import align_blocks, combine_rows, route, route_to_pair_blocks, swiglu_rows
+from .moe_kernels import add_norm_rows, align_blocks, combine_rows, route, route_to_pair_blocks, swiglu_rows
 from .skinny_linear import linear
 
 __all__ = ["ExpertProducts", "FusedExperts", "FusedSwiGLU"]
@@ -64,6 +64,20 @@ class FusedExperts:
 
     def __call__(self, x: Tensor, num_tokens: Tensor | None = None) -> Tensor:
         """Arguments and result are those of MixtureOfExperts.forward."""
+        rows, weights, ids, shared_out = self._rows(x, num_tokens)
+        return combine_rows(rows, None, weights, ids, shared_out, self.num_experts)
+
+    def add_norm(
+        self, x: Tensor, num_tokens: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """The same, then residual addition and the norm behind it: (normed, residual), the latter in place."""
+        rows, weights, ids, shared_out = self._rows(x, num_tokens)
+        return add_norm_rows(
+            rows, weights, ids, shared_out, residual, norm_weight, eps, self.num_experts
+        ), residual
+
+    def _rows(self, x: Tensor, num_tokens: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Every pair's row, weights and ids, and the shared expert's rows."""
         config, gate, shared = self.plain.gate.config, self.plain.gate, self.plain.shared_experts
         topk = config.num_experts_per_tok
         num_pairs = x.shape[0] * topk
@@ -82,7 +96,7 @@ class FusedExperts:
         hidden, shared_hidden = swiglu_rows(gate_up, None if shared is None else scores, self.num_experts)
         rows = self.products.down(hidden, down_blocks)
         shared_out = None if shared is None else linear(shared_hidden, shared.down_proj.weight)
-        return combine_rows(rows, None, weights, ids, shared_out, self.num_experts)
+        return rows, weights, ids, shared_out
 
 
 class FusedSwiGLU:

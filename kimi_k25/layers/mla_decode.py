@@ -22,6 +22,11 @@ def num_key_splits(num_seqs: int) -> int:
     return 1 << max(0, min(6, (NUM_PROGRAMS // max(num_seqs, 1)).bit_length() - 1))
 
 
+def split_config(num_seqs: int) -> tuple[int, int, int]:
+    """Keys of one iteration, warps and stages."""
+    return 32, 4, 2
+
+
 @triton.jit
 def _split_kernel(
     q_latent, q, cos, sin, pages, block_table, seq_lens, parts, weights, scale, table_stride,
@@ -130,14 +135,14 @@ def decode_attention(
     splits = num_key_splits(num_seqs)
     parts = torch.empty(num_seqs, splits, num_heads, rank, dtype=torch.float32, device=q.device)
     weights = torch.empty(num_seqs, splits, num_heads, dtype=torch.float32, device=q.device)
+    block_l, warps, stages = split_config(num_seqs)
     block_c = max(16, triton.next_power_of_2(rank))
     _split_kernel[(num_seqs, splits, -(-num_heads // 16))](
         q_latent, q, cos, sin, pages, block_table, seq_lens, parts, weights, scale * 1.4426950408889634,
         block_table.stride(0),
         H=num_heads, C=rank, DN=q.shape[2] - rope_dim, DR=rope_dim, PAGE=pages.shape[1], SPLITS=splits,
-        BLOCK_H=16, BLOCK_C=block_c, BLOCK_R=max(16, triton.next_power_of_2(rope_dim // 2)), BLOCK_L=32,
-        WIDEN=not q.is_cuda,
-        num_warps=4, num_stages=2,
+        BLOCK_H=16, BLOCK_C=block_c, BLOCK_R=max(16, triton.next_power_of_2(rope_dim // 2)), BLOCK_L=block_l,
+        WIDEN=not q.is_cuda, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     out = torch.empty_like(q_latent)
     merge_c = min(block_c, 128)

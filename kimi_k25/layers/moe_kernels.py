@@ -13,7 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["align_blocks", "combine_rows", "permute_rows", "route", "route_to_pair_blocks", "swiglu_rows"]
+__all__ = [
+    "add_norm_rows",
+    "align_blocks",
+    "combine_rows",
+    "max_blocks",
+    "permute_rows",
+    "route",
+    "route_to_pair_blocks",
+    "swiglu_rows",
+]
 
 
 @triton.jit
@@ -69,6 +78,7 @@ def _launch_route(
         E=bias.shape[0], K=ids.shape[1], BLOCK_E=triton.next_power_of_2(bias.shape[0]),
         BLOCK_K=triton.next_power_of_2(ids.shape[1]), RENORMALISE=renormalise, HAS_PADDING=num_tokens is not None,
         PAIR_BLOCKS=blocks is not None, M=block_size, BLOCK_M=triton.next_power_of_2(block_size),
+        num_warps=1,  # Its eight searches for the best expert then need no barrier.
     )  # fmt: skip
 
 
@@ -389,3 +399,63 @@ def _(
     rows: Tensor, places: Tensor | None, weights: Tensor, ids: Tensor, shared: Tensor | None, num_experts: int
 ) -> Tensor:  # fmt: skip
     return rows.new_empty(ids.shape[0], rows.shape[1])
+
+
+@triton.jit
+def _add_norm_kernel(
+    rows, weights, ids, shared, residual, norm_weight, normed, H, eps,
+    E: tl.constexpr, K: tl.constexpr, BLOCK_H: tl.constexpr, HAS_SHARED: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, BLOCK_H)
+    acc = tl.zeros((BLOCK_H,), tl.float32)
+    for k in tl.static_range(K):
+        pair = token * K + k
+        width = tl.where(tl.load(ids + pair) < E, H, 0)  # No product wrote a padding row: it may hold NaN.
+        value = tl.load(rows + pair * H + h, mask=h < width, other=0.0).to(tl.float32)
+        acc += value * tl.load(weights + pair)
+    dtype = normed.dtype.element_ty
+    acc = acc.to(dtype).to(tl.float32)
+    if HAS_SHARED:
+        acc += tl.load(shared + token * H + h, mask=h < H, other=0.0).to(tl.float32)
+        acc = acc.to(dtype).to(tl.float32)
+    acc += tl.load(residual + token * H + h, mask=h < H, other=0.0).to(tl.float32)
+    acc = acc.to(dtype)
+    tl.store(residual + token * H + h, acc, mask=h < H)
+    x = acc.to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x, 0) / H + eps)
+    w = tl.load(norm_weight + h, mask=h < H, other=0.0).to(tl.float32)
+    tl.store(normed + token * H + h, (w * x.to(dtype).to(tl.float32)).to(dtype), mask=h < H)
+
+
+@torch.library.custom_op("kimi_k25::add_norm_rows", mutates_args=("residual",))
+def add_norm_rows(
+    rows: Tensor, weights: Tensor, ids: Tensor, shared: Tensor | None, residual: Tensor, norm_weight: Tensor,
+    eps: float, num_experts: int,
+) -> Tensor:  # fmt: skip
+    """combine_rows, then the residual's addition and the next layer's norm: the sum never goes through memory alone.
+
+    Args:
+        rows, weights, ids, shared: As in combine_rows, row p being pair p's.
+        residual: (T, H); the sum is added to it in place.
+        norm_weight: (H,).
+
+    Returns:
+        The normalised sum, (T, H).
+    """
+    num_tokens, topk = ids.shape
+    normed = torch.empty_like(residual)
+    block = triton.next_power_of_2(rows.shape[1])
+    _add_norm_kernel[(num_tokens,)](
+        rows, weights, ids, rows if shared is None else shared, residual, norm_weight, normed, rows.shape[1], eps,
+        E=num_experts, K=topk, BLOCK_H=block, HAS_SHARED=shared is not None, num_warps=16 if block > 4096 else 4,
+    )  # fmt: skip
+    return normed
+
+
+@add_norm_rows.register_fake
+def _(
+    rows: Tensor, weights: Tensor, ids: Tensor, shared: Tensor | None, residual: Tensor, norm_weight: Tensor,
+    eps: float, num_experts: int,
+) -> Tensor:  # fmt: skip
+    return torch.empty_like(residual)
