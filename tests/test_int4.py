@@ -145,3 +145,20 @@ def test_shapes_without_data():
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = int4_grouped_mm(torch.empty(5, 64), *make_weights(), torch.zeros(3, dtype=torch.int32))
     assert fake.shape == (5, 10)
+
+
+def test_a_product_that_float32_would_not_round():
+    packed, scale = pack_int4(torch.full((1, 32), 7)), torch.tensor([[1.0078125]]).bfloat16()
+
+    found = dequantize_int4(packed, scale)
+
+    assert 7 * scale.double().item() == 7.0546875  # Ten bits; bfloat16's neighbours are 7.03125 and 7.0625.
+    assert found.tolist() == [[7.0625] * 32]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_operator_passes_every_check_of_torch_library(dtype):
+    packed, scale = make_weights()
+    x = torch.randn(17, 64, dtype=dtype, requires_grad=True)
+
+    torch.library.opcheck(int4_grouped_mm, (x, packed, scale, torch.tensor([4, 4, 15], dtype=torch.int32)))

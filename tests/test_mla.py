@@ -213,3 +213,65 @@ def test_sizes_come_from_the_weights():
     whole = run(module, config, x, AttentionBatch.without_cache([5], device=CPU))
 
     torch.testing.assert_close(sum(halves), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_padding_rows_of_a_prefill_write_to_the_first_slot_alone():
+    config = make_config().text_config
+    module, x = randomize(MultiHeadLatentAttention(config, layer=1)), make_x(11)
+    caches = []
+    for rows in (0, 16):
+        cache, sequences = make_cache(config), [CachedSequence(), CachedSequence()]
+        for lengths, part in (([3, 2], x[:5]), ([2, 4], x[5:])):  # The second step has a prefix.
+            batch = cache.step(sequences, lengths)
+            run(module, config, padded(batch, part, rows, 100.0) if rows else part, batch)
+        caches.append(cache.layers)
+
+    without, with_padding = caches
+    torch.testing.assert_close(with_padding[:, 1:], without[:, 1:], rtol=0, atol=1e-6)
+    assert with_padding[1, 0, 0].any() and not with_padding[1, 0, 1:].any()
+    assert not with_padding[[0, 2]].any()
+
+
+def test_padding_rows_of_a_decode_change_no_real_row_and_no_page_but_the_first():
+    config = make_config().text_config
+    module, x = randomize(MultiHeadLatentAttention(config, layer=1)), make_x(9)
+    outs, caches = [], []
+    for rows in (0, 8):
+        cache, sequences = make_cache(config), [CachedSequence(), CachedSequence()]
+        run(module, config, x[:7], cache.step(sequences, [5, 2]))
+        batch, part = cache.step(sequences, [1, 1]), x[7:]
+        if rows:
+            part = padded(batch, part, rows, 100.0)
+            step = batch.cache
+            step.block_table = torch.nn.functional.pad(step.block_table, (0, 0, 0, rows - 2))
+            step.seq_lens = torch.nn.functional.pad(step.seq_lens, (0, rows - 2), value=1)
+        outs.append(run(module, config, part, batch))
+        caches.append(cache.layers)
+
+    assert outs[1].isfinite().all()
+    torch.testing.assert_close(outs[1][:2], outs[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(caches[1][:, 1:], caches[0][:, 1:], rtol=0, atol=1e-6)
+
+
+def test_a_page_given_back_leaves_no_trace_of_its_last_sequence():
+    config = make_config().text_config
+    module, x = randomize(MultiHeadLatentAttention(config, layer=1)), make_x(6)
+    cache, sequence = make_cache(config, max_seqs=1), CachedSequence()
+    run(module, config, 100 * make_x(20, seed=1), cache.step([sequence], [20]))
+    cache.release(sequence)
+
+    outs = [run(module, config, part, cache.step([sequence], [len(part)])) for part in x.split([4, 1, 1])]
+
+    torch.testing.assert_close(torch.cat(outs).double(), expected_for(module, config, x, [6]), **TOLERANCE)
+
+
+def test_every_weight_has_a_gradient():
+    config = make_config().text_config
+    module, x = randomize(MultiHeadLatentAttention(config, layer=0)), make_x(8).requires_grad_()
+    batch = AttentionBatch.without_cache([5, 3], device=CPU)
+
+    module(x, TextRope(config)(batch.positions, x.dtype), batch).square().sum().backward()
+
+    for name, parameter in module.named_parameters():
+        assert parameter.grad.isfinite().all() and parameter.grad.any(), name
+    assert (x.grad.norm(dim=1) > 0).all()

@@ -325,3 +325,81 @@ def test_swiglu_equals_the_definition():
     mlp, x = randomize(SwiGLU(64, 20)), make_x(3)
 
     torch.testing.assert_close(run(mlp, x).double(), reference.swiglu_module(mlp, x).detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_bias_that_bfloat16_would_round_away_decides():
+    moe, _ = make_moe({"num_experts_per_tok": 1})
+    moe.gate.weight.data.zero_()  # All scores are one half.
+    moe.gate.e_score_correction_bias.fill_(1.0)
+    moe.gate.e_score_correction_bias[5] = 1.0 + 2**-12
+
+    _, ids = run(moe.to(torch.bfloat16).gate, make_x(3).bfloat16())
+
+    assert ids.tolist() == [[5]] * 3
+
+
+def test_groups_change_who_is_chosen():
+    groups = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2}
+    moe, _ = make_moe(groups)
+    free, _ = make_moe({"n_routed_experts": 16})
+
+    (_, grouped), (_, ungrouped) = run(moe.gate, make_x(257)), run(free.gate, make_x(257))
+
+    assert all(len({e // 4 for e in row}) <= 2 for row in grouped.tolist())
+    assert any(len({e // 4 for e in row}) == 3 for row in ungrouped.tolist())
+
+
+@pytest.mark.parametrize("int4", [False, True])
+@pytest.mark.parametrize("num_tokens", [3, 257])
+def test_permuted_tokens_give_permuted_outputs_equal_to_the_definition(num_tokens, int4):
+    moe, config = make_moe(int4=int4)
+    x, order = make_x(num_tokens), torch.randperm(num_tokens, generator=torch.Generator().manual_seed(1))
+
+    out = run(moe, x[order])
+
+    torch.testing.assert_close(out, run(moe, x)[order], rtol=1e-5, atol=2e-5)
+    expected = reference.mixture_of_experts(moe, config, x[order])
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=5e-5)
+
+
+def test_bfloat16_rounds_the_sum_over_experts_once():
+    moe, config = make_moe({"n_shared_experts": 0, "num_experts_per_tok": 8})
+    moe, x = moe.to(torch.bfloat16), make_x(33).bfloat16()
+    outputs = []
+    moe.experts.register_forward_hook(lambda module, args, out: outputs.append((out, args[1])))
+
+    found = run(moe, x)
+
+    weights, ids = run(moe.gate, x)
+    order, _ = sort_by_expert(ids, 8)
+    rows = torch.empty_like(outputs[0][0]).index_copy_(0, order, outputs[0][0]).unflatten(0, (33, 8))
+    exact = (rows.double() * weights.double()[..., None]).sum(1)
+    # Half a unit in the last place of 8 bits, and float32's own error where terms cancel.
+    assert ((found.double() - exact).abs() <= exact.abs() * 2**-8 * 1.001 + 1e-5).all()
+    assert config.n_shared_experts == 0 and found.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("int4", [False, True])
+def test_padding_sends_no_gradient_anywhere(int4, uninitialised_is_nan):
+    moe, _ = make_moe(int4=int4)
+    x = make_x(8).requires_grad_()
+
+    found = torch.autograd.grad(moe(x, torch.tensor(5))[:5].square().sum(), [x, *moe.parameters()])
+
+    expected = torch.autograd.grad(moe(x[:5]).square().sum(), [x, *moe.parameters()])
+    assert not found[0][5:].any()
+    for f, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(f, e, rtol=1e-4, atol=1e-4)
+
+
+def test_every_weight_has_a_gradient():
+    moe, _ = make_moe()
+    moe.gate.e_score_correction_bias.zero_()  # No expert is idle.
+    x = make_x(257).requires_grad_()
+
+    moe(x).square().sum().backward()
+
+    for name, parameter in moe.named_parameters():
+        assert parameter.grad.isfinite().all() and parameter.grad.any(), name
+    assert all(e.any() for p in moe.experts.parameters() for e in p.grad)
+    assert (x.grad.norm(dim=1) > 0).all()

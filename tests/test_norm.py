@@ -55,3 +55,17 @@ def test_with_a_residual_the_sum_is_normalised_and_returned_and_the_arguments_st
     assert torch.equal(total, x + residual)
     assert torch.equal(out, norm(x + residual))
     assert torch.equal(x, kept[0]) and torch.equal(residual, kept[1])
+
+
+def test_gradients_equal_those_in_float64():
+    torch.manual_seed(0)
+    # Statistics are float32 whatever comes in, so gradcheck's small steps would see nothing.
+    x, weight = torch.randn(3, 7, requires_grad=True), torch.randn(7, requires_grad=True)
+    exact_x, exact_weight = (t.detach().double().requires_grad_() for t in (x, weight))
+
+    found = torch.autograd.grad(rms_norm(x, weight, 1e-5).square().sum(), (x, weight))
+
+    normed = exact_x / (exact_x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    expected = torch.autograd.grad((normed * exact_weight).square().sum(), (exact_x, exact_weight))
+    for f, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(f.double(), e, rtol=1e-4, atol=1e-5)

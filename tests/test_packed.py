@@ -77,3 +77,19 @@ def test_gradients_are_those_of_each_sequence_alone(causal):
         out = attend(*alone, None, causal=causal, scale=0.3)
         for whole, part in zip(grads, torch.autograd.grad(out.square().sum(), alone), strict=True):
             torch.testing.assert_close(whole[start:end], part[0])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_long_and_short_sequences_together_equal_each_alone(causal):
+    lengths = [257, 1, 3, 17]
+    q, k, v = make_qkv(lengths)
+
+    out = packed_attention(q, k, v, bounds(lengths), 257, causal=causal, scale=0.3)
+
+    expected = []
+    for start, end in itertools.pairwise(bounds(lengths).tolist()):
+        scores = torch.einsum("qhd,khd->hqk", q[start:end].double(), k[start:end].double()) * 0.3
+        if causal:
+            scores = scores.masked_fill(torch.ones(end - start, end - start).triu(1).bool(), float("-inf"))
+        expected.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[start:end].double()))
+    torch.testing.assert_close(out.double(), torch.cat(expected), rtol=0, atol=1e-5)

@@ -132,3 +132,35 @@ def test_a_scaling_with_its_ramp_before_the_first_pair():
 
     torch.testing.assert_close(yarn_inv_freq(8, text.rope_theta, text.rope_scaling), stretched)
     assert stretched[-1] == pytest.approx(reference.inverse_frequencies(plain)[-1] / 8)
+
+
+def test_the_range_of_the_ramp_is_where_pairs_turn_beta_fast_and_beta_slow_times():
+    """Counted, not solved for: the published 8 and 20."""
+    scaling = make_config(**PUBLISHED).text_config.rope_scaling
+
+    def turns(pair):
+        return scaling.original_max_position_embeddings / (2 * math.pi * 50000.0 ** (2 * pair / 64))
+
+    assert max(pair for pair in range(32) if turns(pair) >= scaling.beta_fast) == 8
+    assert min(pair for pair in range(32) if turns(pair) <= scaling.beta_slow) == 20
+
+
+@pytest.mark.parametrize("convert", [torch.nn.Module.bfloat16, torch.nn.Module.half, torch.nn.Module.double])
+def test_no_conversion_changes_a_bit_of_the_frequencies(convert):
+    rope = TextRope(make_config(**PUBLISHED).text_config)
+    before = rope.inv_freq.clone()
+
+    convert(rope).float()
+
+    assert rope.inv_freq.dtype == torch.float32
+    assert torch.equal(rope.inv_freq, before)
+
+
+def test_rotation_keeps_the_norm_of_every_pair():
+    torch.manual_seed(0)
+    x, positions = torch.randn(4, 3, 8), torch.tensor([0, 1, 4096, 262143])
+
+    out = rotate_pairs(x, *TextRope(make_config().text_config)(positions, x.dtype))
+
+    torch.testing.assert_close(out.unflatten(-1, (-1, 2)).norm(dim=-1), x.unflatten(-1, (-1, 2)).norm(dim=-1))
+    assert torch.equal(out[0], x[0])

@@ -142,12 +142,14 @@ class MixtureOfExperts(nn.Module):
             (T, H).
         """
         topk_weights, topk_ids = self.gate(x)
+        routed = x
         if num_tokens is not None:
             is_padding = (torch.arange(x.shape[0], device=x.device) >= num_tokens)[:, None]
             topk_ids = topk_ids.masked_fill(is_padding, self.experts.num_experts)
+            routed = x.masked_fill(is_padding, 0.0)  # For the gradient: no group computes theirs either.
         order, offsets = sort_by_expert(topk_ids, self.experts.num_experts)
         # index_select, not x[...]: the gradient adds rows in place instead of sorting them first.
-        rows = self.experts(x.index_select(0, order // topk_ids.shape[1]), offsets)
+        rows = self.experts(routed.index_select(0, order // topk_ids.shape[1]), offsets)
         place = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
         outputs = rows.index_select(0, place).unflatten(0, topk_ids.shape).float()  # (T, K, H)
         if num_tokens is not None:
