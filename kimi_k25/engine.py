@@ -41,6 +41,8 @@ class SamplingParams:
             raise ValueError(f"temperature is {self.temperature}; expected 0 (the likeliest token) or more")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; expected more than 0 and at most 1")
+        if not -(2**63) <= self.seed < 2**64:
+            raise ValueError(f"seed is {self.seed}; expected an integer of 64 bits")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,9 @@ class Engine:
         decoder: What runs the stack over that cache, a GraphedDecoder for example; None: the model's own.
         prefill_chunk: Most prompt tokens of one step.
 
+    Raises:
+        ValueError: prefill_chunk is less than 1.
+
     Attributes:
         timings_ms: Of the last generate(): "embed" (the vision tower is in it), "prefill", and "sample" of the first
             tokens.
@@ -108,6 +113,8 @@ class Engine:
         decoder: Decoder | None = None,
         prefill_chunk: int = 2048,
     ) -> None:
+        if prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk is {prefill_chunk}; expected at least 1")
         self.model = model
         self.decoder: Decoder = decoder or model.language_model
         self.prefill_chunk = prefill_chunk
@@ -123,6 +130,8 @@ class Engine:
                 or in the cache.
             CacheFullError: The prompts together do not fit in the cache.
         """
+        if not prompts:
+            return
         weight = self.model.language_model.lm_head.weight
         limits = [min(sampling.max_new_tokens, self._room(prompt)) for prompt in prompts]
         cache = self._cache or PagedKVCache(
