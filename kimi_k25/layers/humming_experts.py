@@ -166,8 +166,10 @@ class HummingExperts:
     def _keep(self, name: str, weight: Tensor, scale: Tensor) -> None:
         own_packed, own_scale = getattr(self.experts, f"{name}_packed"), getattr(self.experts, f"{name}_scale")
         self._weights[name] = own_packed.view(weight.shape), own_scale.view(scale.shape)
-        self._weights[name][0].copy_(weight)
-        self._weights[name][1].copy_(scale)
+        for target, source in zip(self._weights[name], (weight, scale), strict=True):
+            # Rearranging may have been no more than a view of the same memory.
+            shared = target.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+            target.copy_(source.clone() if shared else source)
 
     def prepare(self, pair_counts: Sequence[int]) -> None:
         """See _Product.prepare."""
