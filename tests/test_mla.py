@@ -275,3 +275,23 @@ def test_every_weight_has_a_gradient():
     for name, parameter in module.named_parameters():
         assert parameter.grad.isfinite().all() and parameter.grad.any(), name
     assert (x.grad.norm(dim=1) > 0).all()
+
+
+def test_padding_rows_stay_finite_from_layer_to_layer(uninitialised_is_nan):
+    """Attention writes no output for them; the next layer's key of that would go to page 0, which all sequences read
+    with a weight of zero, and zero times NaN is NaN."""
+    config = make_config().text_config
+    layers = [randomize(MultiHeadLatentAttention(config, layer=i), seed=i) for i in range(2)]
+    outs = []
+    for rows in (0, 9):
+        cache, sequences = make_cache(config), [CachedSequence(), CachedSequence()]
+        for lengths in ([2, 3], [1, 4], [1, 1]):
+            batch, x = cache.step(sequences, lengths), make_x(sum(lengths))
+            if rows and not batch.cache.is_decode:
+                x = padded(batch, x, rows, 1.0)
+            for module in layers:
+                x = run(module, config, x, batch)
+            assert x.isfinite().all()
+            outs.append(x[: sum(lengths)])
+
+    torch.testing.assert_close(torch.cat(outs[3:]), torch.cat(outs[:3]), rtol=1e-5, atol=1e-5)
