@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import shlex
 import statistics
@@ -112,7 +113,7 @@ class Ceilings:
 
 
 def provenance() -> dict[str, Any]:
-    """Date, machine, versions, commit and command of a result."""
+    """Date, machine, versions, commit and command of a result. COMMIT says it where there is no checkout."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -129,7 +130,7 @@ def provenance() -> dict[str, Any]:
         "date": datetime.now(UTC).date().isoformat(),
         "machine": machine,
         "versions": versions,
-        "commit": git.stdout.strip() or "unknown",
+        "commit": os.environ.get("COMMIT") or git.stdout.strip() or "unknown",
         "command": "python " + shlex.join(sys.argv),
     }
 
