@@ -32,10 +32,18 @@ class KimiK25ForConditionalGeneration(GuardedSetattrMixin, nn.Module):
         Args:
             packed_layers: MoE layers whose routed experts are int4; None: all of them if the configuration has a
                 quantization_config, else none.
+
+        Raises:
+            ValueError: Packed layers without a quantization_config, or that have no routed experts.
         """
         super().__init__()
+        moe_layers = config.text_config.moe_layers
         if packed_layers is None:
-            packed_layers = config.text_config.moe_layers if config.quantization_config else ()
+            packed_layers = moe_layers if config.quantization_config else ()
+        if packed_layers and config.quantization_config is None:
+            raise ValueError("there are packed layers but the configuration has no quantization_config")
+        if others := sorted({*packed_layers} - {*moe_layers}):
+            raise ValueError(f"packed_layers has {others}; layers with routed experts are {list(moe_layers)}")
         self.config = config
         self.vision_tower = MoonViT3d(config.vision_config)
         self.mm_projector = PatchMergerMLP(config.vision_config)

@@ -8,7 +8,7 @@ import pytest
 import reference
 import torch
 from golden import GOLDENS, PROMPTS, TENSORS, golden_prompt, logits_of, shared_model
-from random_models import make_config, make_ids, make_model, make_pixels
+from random_models import make_config, make_ids, make_model, make_pixels, randomize
 from torch import nn
 
 from aliasmix.errors import AliasWriteError
@@ -157,6 +157,31 @@ pixel_values has 23 patches but grid_thws [[1, 4, 6]] describes 24.""",
     )
 
 
+def test_packed_layers_that_cannot_be_are_refused():
+    plain, int4 = make_config(), make_config(int4=True)
+
+    with pytest.raises(ValueError, match=r"^there are packed layers but the configuration has no quantization_config$"):
+        KimiK25ForConditionalGeneration(plain, packed_layers=[1])
+    with pytest.raises(ValueError, match=r"^packed_layers has \[0, 3\]; layers with routed experts are \[1, 2\]$"):
+        KimiK25ForConditionalGeneration(int4, packed_layers=[0, 1, 3])
+    with pytest.raises(ValueError, match=r"^gate_up_proj has rows of 40 values; expected whole groups of 32$"):
+        KimiK25ForConditionalGeneration(make_config(int4=True, hidden_size=40))
+
+
+def test_layers_may_differ_in_what_is_packed():
+    config = make_config(int4=True)
+    model = KimiK25ForConditionalGeneration(config, packed_layers=[2])
+    randomize(model)
+    ids = make_ids(config, 7)
+
+    with torch.no_grad():
+        found = model(ids)
+
+    packed = {name.split(".")[3] for name in model.state_dict() if name.endswith("_packed")}
+    assert packed == {"2"}
+    torch.testing.assert_close(found.double(), reference.logits(model, ids.tolist(), [7]), rtol=0, atol=ATOL)
+
+
 # -- gradients ----------------------------------------------------------------------------------------------------
 
 
@@ -174,6 +199,18 @@ def test_every_parameter_gets_a_finite_gradient(int4):
         assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), name
     used = model.language_model.model.embed_tokens.weight.grad.any(-1).nonzero()[:, 0].tolist()
     assert used == sorted(set(ids.tolist()) - {config.media_placeholder_token_id})
+
+
+def test_gradients_are_finite_in_bfloat16():
+    model = make_model(make_config(vision=SMALL_VISION)).to(torch.bfloat16).train()
+    ids, lengths, pixels, grids = make_batch(model.config)
+
+    logits = model(ids, None, pixels, grids, cu_seqlens=[0, *itertools.accumulate(lengths)])
+    nn.functional.cross_entropy(logits, ids.roll(-1)).backward()
+
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.dtype == torch.bfloat16, name
+        assert parameter.grad.isfinite().all() and parameter.grad.any(), name
 
 
 def test_a_gradient_is_the_slope():

@@ -103,6 +103,8 @@ class Int4RoutedExperts(nn.Module):
             ("gate_up_proj", 2 * intermediate_size, hidden_size),
             ("down_proj", hidden_size, intermediate_size),
         ):
+            if in_size % group_size:
+                raise ValueError(f"{name} has rows of {in_size} values; expected whole groups of {group_size}")
             words = torch.zeros(num_experts, out_size, in_size // PER_WORD, dtype=torch.int32)
             scale = torch.ones(num_experts, out_size, in_size // group_size, dtype=torch.bfloat16)
             self.register_buffer(f"{name}_packed", words)
