@@ -293,10 +293,10 @@ def test_more_layers_than_tensors_are_refused_before_names_are_made(tmp_path: Pa
     folder = tmp_path / "c"
     shutil.copytree(BF16, folder)
     config = json.loads((folder / "config.json").read_text())
-    config["vision_config"]["vt_num_hidden_layers"] = 2**24
+    config["vision_config"]["vt_num_hidden_layers"] = 1024
     (folder / "config.json").write_text(json.dumps(config))
 
-    with pytest.raises(UnreadableFileError, match=r"holds 126 tensors; config.json states 16777216 layers"):
+    with pytest.raises(UnreadableFileError, match=r"holds 126 tensors; config.json states 1024 layers"):
         load_model(folder)
 
 
