@@ -67,10 +67,10 @@ class ReadOnlyAlias(Generic[T]):
             doc: The attribute's docstring.
 
         Raises:
-            AliasDefinitionError: The target has an empty part, or the policy does not exist.
+            AliasDefinitionError: The target has an empty part, the policy does not exist, or `expect` is no class.
         """
-        self.target, self.parts = target, tuple(target.split("."))
-        if not all(self.parts):
+        parts = tuple(target.split(".")) if isinstance(target, str) else ("",)
+        if not all(parts):
             raise AliasDefinitionError(
                 f"ReadOnlyAlias({target!r}): a target is attribute names with dots between them, "
                 "such as 'language_model' or 'language_model.model'"
@@ -79,6 +79,9 @@ class ReadOnlyAlias(Generic[T]):
             raise AliasDefinitionError(
                 f"ReadOnlyAlias({target!r}, on_write={on_write!r}): expected 'error', 'ignore' or 'forward'"
             )
+        if expect is not None and not isinstance(expect, type):
+            raise AliasDefinitionError(f"ReadOnlyAlias({target!r}, expect={expect!r}): expected one class")
+        self.target, self.parts = target, parts
         self.on_write, self.none_is_missing, self.expect = on_write, none_is_missing, expect
         self.__doc__ = doc or f"Read-only alias of {target!r}."
         self._has_warned = False
@@ -184,7 +187,7 @@ class ReadOnlyAlias(Generic[T]):
                 f"{num_keys} more state_dict key{'s' * (num_keys > 1)}"
             )
         lines.append(f"  fix: assign to .{self.target} instead")
-        if isinstance(value, nn.Module) and "_orig_mod" in value._modules:
+        if isinstance(value, nn.Module) and "_orig_mod" in _registered(value):
             lines[-1] += f"; to compile in place, call .{self.target}.compile()"
         if not is_set:
             lines[-1] += f", before anything assigns {self.name!r} (does the __init__ of a base class?)"
@@ -243,6 +246,8 @@ def _follow(obj: object, parts: tuple[str, ...]) -> tuple[object, str | None]:
             inner = aliases(value).get(part)
             missing = f"hop {hop} {part!r} missing on {type(value).__name__}"
             return None, f"{missing} ({inner.explain(value)})" if inner else missing
+        except Exception as error:  # a property is anyone's code
+            return None, f"hop {hop} {part!r} of {type(value).__name__} raises {type(error).__name__}: {error}"
     return value, None
 
 
@@ -255,18 +260,31 @@ def _is_same(current: object, value: object) -> bool:
 
 def _describe(value: object) -> str:
     name = type(value).__name__
-    if isinstance(value, nn.Module) and "_orig_mod" in value._modules:  # what torch.compile(module) returns
+    if isinstance(value, nn.Module) and "_orig_mod" in _registered(value):  # what torch.compile(module) returns
         return f"{name} (wrapping {type(value._modules['_orig_mod']).__name__})"
     return "None" if value is None else name
 
 
-def _num_keys(value: object, ancestors: tuple[nn.Module, ...] = ()) -> int:
-    """How many state_dict keys a value has under one name; counted here since state_dict() may gather or recurse."""
+def _registered(module: nn.Module) -> dict[str, Any]:
+    return getattr(module, "_modules", {})  # a module whose __init__ has not run has none
+
+
+def _num_keys(value: object) -> int:
+    """How many state_dict keys a value adds; counted in a loop since state_dict() may gather, or recurse for ever.
+
+    What is shared inside the value counts once.
+    """
     if not isinstance(value, nn.Module):
         return int(isinstance(value, nn.Parameter) or (isinstance(value, nn.Buffer) and value.persistent))
-    if any(value is ancestor for ancestor in ancestors):  # a cycle
-        return 0
-    own = [name for name, tensor in {**value._parameters, **value._buffers}.items() if tensor is not None]
-    return len([name for name in own if name not in value._non_persistent_buffers_set]) + sum(
-        _num_keys(child, (*ancestors, value)) for child in value._modules.values() if child is not None
-    )
+    num_keys, todo, seen = 0, [value], {id(value)}
+    while todo:
+        module = todo.pop()
+        unsaved = getattr(module, "_non_persistent_buffers_set", ())
+        for kind in ("_parameters", "_buffers"):
+            entries = getattr(module, kind, {})
+            num_keys += sum(entries[name] is not None and name not in unsaved for name in entries)
+        for child in _registered(module).values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                todo.append(child)
+    return num_keys

@@ -672,3 +672,25 @@ def test_a_write_around_the_guard_is_not_seen_by_it(bypass):
         nn.Module.__setattr__(module, "model", module.language_model)
 
     assert len(keys(module)) == 18
+
+
+def deep_module():
+    module = nn.Linear(1, 1)
+    for _ in range(2000):
+        module = nn.Sequential(module)
+    return module
+
+
+@pytest.mark.parametrize("make", [deep_module, lambda: nn.Module.__new__(nn.Linear)], ids=["deep", "before __init__"])
+def test_an_odd_module_is_refused_as_any_other(make):
+    value, wrapper = make(), Guarded()
+
+    with pytest.raises(AliasWriteError, match="read-only alias"):
+        wrapper.model = value
+    assert list(wrapper.state_dict()) == keys(Plain())
+
+
+@pytest.mark.parametrize("options", [{"target": 3}, {"target": "lm", "expect": (nn.Linear, nn.Conv2d)}])
+def test_an_alias_of_no_name_or_several_types_is_refused(options):
+    with pytest.raises(AliasDefinitionError):
+        ReadOnlyAlias(**options)
