@@ -55,6 +55,8 @@ def install_alias(
         AliasDefinitionError: The class is nn.Module itself, has something else of that name, or the alias cannot
             work. The class is unchanged then.
     """
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise AliasDefinitionError(f"install_alias expects a class derived from nn.Module, not {cls!r}")
     if cls is nn.Module:
         raise AliasDefinitionError(
             "an alias on nn.Module would be one on every module; give install_alias the wrapper's class"
@@ -71,7 +73,14 @@ def install_alias(
     alias.owner, alias.name = cls, name
     check_table(cls, {**aliases(cls), name: alias})
     if not issubclass(cls, GuardedSetattrMixin):
-        cls.__bases__ = (GuardedSetattrMixin, *cls.__bases__)
+        try:
+            cls.__bases__ = (GuardedSetattrMixin, *cls.__bases__)
+        except TypeError as error:
+            raise AliasDefinitionError(
+                f"{cls.__name__} cannot take the guard as its first base ({' '.join(str(error).split())}); where a "
+                f"subclass of it has GuardedSetattrMixin already, declare the alias there: "
+                f"`{name} = ReadOnlyAlias({target!r})`"
+            ) from None
         for method in ("__setattr__", "add_module"):
             if method in vars(cls):
                 setattr(cls, method, _alias_first(vars(cls)[method]))

@@ -7,7 +7,15 @@ import pytest
 from aliased import NUM_KEYS, LanguageModel, Plain, assert_text, keys
 from torch import nn
 
-from aliasmix import AliasDefinitionError, AliasWriteError, ReadOnlyAlias, aliases, install_alias, is_guarded
+from aliasmix import (
+    AliasDefinitionError,
+    AliasWriteError,
+    GuardedSetattrMixin,
+    ReadOnlyAlias,
+    aliases,
+    install_alias,
+    is_guarded,
+)
 
 
 class ForPickle(Plain):
@@ -163,3 +171,18 @@ def test_install_refuses_to_hide_a_method():
         str(caught.value),
         """install_alias(Wrapper, 'encode', ...) would hide Wrapper.encode, a function; choose another name""",
     )
+
+
+def test_install_below_a_guarded_subclass_is_refused_with_the_way_out():
+    base = wrapper_class()
+    type("Guarded", (GuardedSetattrMixin, base), {})
+
+    with pytest.raises(AliasDefinitionError, match=r"declare the alias there: `model = ReadOnlyAlias\('language_mod"):
+        install_alias(base, "model", "language_model")
+    assert base.__bases__ == (Plain,)
+
+
+@pytest.mark.parametrize("cls", [dict, Plain(), "Plain"], ids=["dict", "instance", "text"])
+def test_install_wants_a_class_of_modules(cls):
+    with pytest.raises(AliasDefinitionError, match=r"expects a class derived from nn\.Module, not"):
+        install_alias(cls, "model", "language_model")
