@@ -42,7 +42,10 @@ def fold_alias_keys(
 
     Raises:
         AliasError: Two names of one tensor have different values and `on_conflict` is "error".
+        ValueError: There is no such `on_conflict`.
     """
+    if on_conflict not in ("error", "canonical", "alias"):
+        raise ValueError(f"on_conflict={on_conflict!r}: expected 'error', 'canonical' or 'alias'")
     renames = _renames(module)
     folded: dict[str, Any] = type(state_dict)()
     if hasattr(state_dict, "_metadata"):
@@ -108,5 +111,14 @@ def _canonical(key: str, renames: dict[str, str]) -> str:
 def _is_equal(value: Any, other: Any) -> bool:
     if value is other or not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
         return value is other
-    same_kind = value.shape == other.shape and value.dtype == other.dtype
-    return same_kind and (value.is_meta or other.is_meta or torch.equal(value, other))
+    try:
+        if value.shape != other.shape or value.dtype != other.dtype:
+            return False
+        if value.is_meta or other.is_meta or torch.equal(value, other):
+            return True
+    except RuntimeError:  # torch compares neither float4 nor sparse nor nested tensors, nor two devices
+        pass
+    try:  # NaN is not equal to itself, its bytes are
+        return torch.equal(value.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    except RuntimeError:
+        return False

@@ -120,3 +120,32 @@ def test_fold_of_a_module_without_aliases_changes_nothing():
     state_dict = LanguageModel().state_dict()
 
     assert fold_alias_keys(state_dict, LanguageModel()) == state_dict
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.full((2, 2), float("nan")),
+        torch.zeros(2, 2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+        torch.zeros(()).to(torch.float8_e4m3fn),
+    ],
+    ids=["nan", "float4", "float8"],
+)
+def test_equal_bytes_never_conflict(value):
+    old = {"model.lm_head.weight": value.clone(), "language_model.lm_head.weight": value.clone()}
+
+    assert list(fold_alias_keys(old, Guarded())) == ["language_model.lm_head.weight"]
+
+
+def test_values_that_torch_cannot_compare_conflict_and_can_be_chosen():
+    sparse = torch.eye(2).to_sparse()
+    old = {"model.lm_head.weight": sparse, "language_model.lm_head.weight": sparse.clone()}
+
+    with pytest.raises(AliasError, match="choose with on_conflict"):
+        fold_alias_keys(old, Guarded())
+    assert list(fold_alias_keys(old, Guarded(), on_conflict="alias").values()) == [sparse]
+
+
+def test_an_unknown_choice_is_refused():
+    with pytest.raises(ValueError, match="on_conflict='newest': expected 'error', 'canonical' or 'alias'"):
+        fold_alias_keys({}, Guarded(), on_conflict="newest")
