@@ -12,7 +12,7 @@ from torch import nn
 from aliasmix.alias import ReadOnlyAlias
 from aliasmix.alias import aliases as aliases_of
 from aliasmix.guard import is_guarded
-from aliasmix.names import is_under, parse_rule, replace_prefix
+from aliasmix.names import is_under, parse_rule, prefixes, replace_prefix
 from aliasmix.report import Finding, Report, finding
 from aliasmix.walk import Slot, Walk, extent, join, overlap, storage_key, walk
 
@@ -124,12 +124,15 @@ def _declares(keys: Mapping[str, str] | Iterable[str], name: str) -> bool:
 
 
 def _duplicates(found: Walk, ties: _Ties) -> Iterator[Finding]:
-    for paths in found.paths.values():
-        if len(paths) == 1:
-            continue
+    duplicates = [paths for paths in found.paths.values() if len(paths) > 1]
+    saved: dict[str, list[str]] = {paths[0]: [] for paths in duplicates}
+    for slot in found.slots if saved else ():
+        for prefix in prefixes(slot.name):
+            if slot.persistent and prefix in saved:
+                saved[prefix].append(slot.name[len(prefix) :])
+    for paths in duplicates:
         module = found.modules[paths[0]]
-        saved = [slot.name for slot in found.slots if slot.persistent and is_under(slot.name, paths[0])]
-        below = [name[len(paths[0]) :] for name in saved]
+        below = saved[paths[0]]
         detail = f"one {type(module).__name__} is registered under {len(paths)} names"
         if not below:
             yield finding("DUP_MODULE", paths, f"{detail}; it adds no state_dict key", severity="info")
@@ -213,7 +216,7 @@ def _views(slots: list[Slot], ties: _Ties) -> Iterator[Finding]:
     for begin, end, i in sorted((*_span(slot.tensor), i) for i, slot in enumerate(slots)):
         open_views = [(other_end, j) for other_end, j in open_views if other_end > begin]
         for _, j in open_views:
-            if overlap(slots[i].tensor, slots[j].tensor):
+            if top(i) != top(j) and overlap(slots[i].tensor, slots[j].tensor):
                 parent[top(i)] = top(j)
         open_views.append((end, i))
     groups: dict[int, list[str]] = {}
@@ -314,7 +317,7 @@ def _alias(
 ) -> Iterator[Finding]:
     try:
         value: Any = ReadOnlyAlias[Any](alias.target).__get__(module)
-    except AttributeError:
+    except Exception:  # a property on the way is anyone's code
         yield finding("ALIAS_UNRESOLVED", (path,), alias.explain(module), f"set .{alias.target}, or drop the alias")
         return
     if value is None:

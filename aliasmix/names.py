@@ -83,20 +83,20 @@ def fold(labels: Mapping[str, Hashable], universe: Collection[str]) -> list[Grou
     counts: dict[str, int] = {}
     shared: dict[str, Hashable] = {}
     for name, label in labels.items():
-        for prefix in _prefixes(name):
+        for prefix in prefixes(name):
             counts[prefix] = counts.get(prefix, 0) + 1
             if shared.setdefault(prefix, label) != label:
                 shared[prefix] = mixed
     totals = dict.fromkeys(counts, 0)
     for name in universe:
-        for prefix in _prefixes(name):
+        for prefix in prefixes(name):
             if prefix not in totals:
                 break  # nor is anything below it
             totals[prefix] += 1
     subtrees: dict[tuple[str, Hashable], list[str]] = {}
     for name, label in labels.items():
         path, size = name, 0
-        for prefix in _prefixes(name):
+        for prefix in prefixes(name):
             if FOLD_FROM <= counts[prefix] == totals[prefix] and shared[prefix] is not mixed:
                 if size not in (0, counts[prefix]):
                     break  # deeper only while it says more and loses nothing
@@ -114,7 +114,7 @@ def fold(labels: Mapping[str, Hashable], universe: Collection[str]) -> list[Grou
     return sorted(groups, key=lambda group: natural_key(group.path))
 
 
-def _prefixes(name: str) -> Iterable[str]:
+def prefixes(name: str) -> Iterable[str]:
     """Yields the dotted prefixes of a name, shortest (empty) first, without the name itself."""
     yield ""
     dot = name.find(".")

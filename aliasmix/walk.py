@@ -170,4 +170,6 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
             return True  # wraps round into the next row: no slice of a contiguous tensor
         is_apart |= i + first[1][dim] <= j or j + second[1][dim] <= i
         outer_step = step
+    # What is left of the offsets is the place in a dimension that was indexed away, as in `x[:, 3]`.
+    is_apart |= left != right and all(step % outer_step == 0 for step in first[2])
     return not is_apart
