@@ -9,9 +9,11 @@ from __future__ import annotations
 import ast
 import os
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from aliasmix.errors import UnreadableFileError
 from aliasmix.report import Finding, Report, finding
@@ -53,15 +55,18 @@ def lint_source(source: str | bytes, file: str) -> list[Finding]:
         UnreadableFileError: It is no Python.
     """
     try:
-        tree = ast.parse(source)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such as the escapes of someone's regular expression
+            tree = ast.parse(source, file)
     except (SyntaxError, ValueError, RecursionError) as error:
         line = getattr(error, "lineno", None)
         raise UnreadableFileError(file, f"not Python{f' (line {line})' if line else ''}: {error}") from None
     text = source if isinstance(source, str) else source.decode("utf-8", "replace")
     allowed = {number for number, line in enumerate(text.splitlines(), 1) if ALLOW.search(line)}
-    classes = {node.name: _Class(node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    statements = [_Class(node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = {cls.node.name: cls for cls in statements}  # of one name, as in two branches, the last is a base
     found = []
-    for cls in classes.values():
+    for cls in statements:
         view = _View(cls, classes)
         if view.is_module:
             found += [*view.second_registrations(), *view.property_aliases(), *view.swallowing_setattr()]
@@ -122,8 +127,8 @@ class _View:
 
     def __init__(self, cls: _Class, classes: dict[str, _Class]) -> None:
         self.cls, self.classes = cls, classes
-        self.lineage: list[_Class] = []
-        todo = [cls.node.name]
+        self.lineage = [cls]
+        todo = cls.bases
         while todo:
             base = classes.get(todo.pop(0))
             if base is not None and base not in self.lineage:
@@ -350,7 +355,7 @@ def _last_name(node: ast.expr) -> str | None:
 def _files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
     for path in map(Path, paths):
         if path.is_dir():
-            for folder, names, files in os.walk(path):
+            for folder, names, files in os.walk(path, onerror=_refuse):
                 names[:] = sorted(
                     n
                     for n in names
@@ -362,7 +367,13 @@ def _files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
 
 
 def _read(file: Path) -> bytes:
+    if file.exists() and not file.is_file():
+        raise UnreadableFileError(file, "is not a regular file")  # a pipe would be waited on for ever
     try:
         return file.read_bytes()
     except OSError as error:
-        raise UnreadableFileError(file, error.strerror or str(error)) from None
+        _refuse(error)
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise UnreadableFileError(error.filename, error.strerror or str(error)) from None

@@ -275,3 +275,18 @@ def test_our_own_packages_are_clean(request):
     report = lint([request.config.rootpath / "aliasmix", request.config.rootpath / "kimi_k25"])
 
     assert report.ok, report.render()
+
+
+def test_classes_of_one_name_are_all_read():
+    source = """
+if fast:
+    class W(nn.Module):
+        def __init__(self):
+            self.language_model = nn.Linear(1, 1)
+            self.model = self.language_model
+else:
+    class W(nn.Module):
+        pass
+"""
+
+    assert [found.line for found in lint_source(source, "w.py")] == [6]
