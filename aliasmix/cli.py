@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -15,36 +17,56 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from aliasmix.errors import UnreadableFileError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from aliasmix.manifest import Manifest
     from aliasmix.report import Report
 
 EXIT_CODES = """\
 exit codes: 0 clean, 1 findings (of the severity of --fail-on or graver), 2 usage, 3 the factory failed,
-4 a checkpoint, manifest or source file cannot be read"""
+4 a checkpoint, manifest or source file cannot be read or written"""
 CLEAN, FOUND, USAGE, FACTORY_FAILED, UNREADABLE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code, except for usage errors, which exit at once."""
+    """Runs one command; returns its exit code, except for usage errors, which exit at once.
+
+    A reader that closes the pipe early changes no exit code.
+    """
     args = _parser().parse_args(argv)
     from aliasmix.factory import FactoryError
 
     try:
-        code: int = args.run(args)
-        sys.stdout.flush()
-        return code
-    except (FactoryError, UnreadableFileError, ValueError) as error:
+        with contextlib.redirect_stdout(sys.stderr):  # what a module's code prints is no result
+            result: Result = args.run(args)
+        _print(result[0])
+        return result[1]
+    except (FactoryError, OSError, ValueError) as error:
         if args.debug:
             raise
         print(f"aliasmix: error: {error}", file=sys.stderr)
         if isinstance(error, FactoryError):
             return FACTORY_FAILED
-        return UNREADABLE if isinstance(error, UnreadableFileError) else USAGE
+        return UNREADABLE if isinstance(error, (OSError, UnreadableFileError)) else USAGE
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FOUND
+
+
+def _print(text: str) -> None:
+    if not text or sys.stdout is None:  # None: it was closed before the start
+        return
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not know all letters of a name
+    try:
+        print(text)
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit tries once more
+        if not isinstance(error, BrokenPipeError):  # where the reader, such as `head`, has seen enough
+            raise
+
+
+Result = tuple[str, int]  # what stdout gets, exit code
 
 
 class _Parser(argparse.ArgumentParser):
@@ -129,7 +151,7 @@ def _keyword(text: str) -> tuple[str, Any]:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form name=value")
     try:
         return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return name, value  # a plain word is a string
 
 
@@ -143,7 +165,7 @@ def _rule(text: str) -> str:
     return text
 
 
-def _check(args: argparse.Namespace) -> int:
+def _check(args: argparse.Namespace) -> Result:
     from aliasmix.checkpointcheck import check_checkpoint
     from aliasmix.manifest import Manifest, compare_manifests
     from aliasmix.report import Report
@@ -156,10 +178,8 @@ def _check(args: argparse.Namespace) -> int:
     agreed = Manifest.read(args.manifest) if args.manifest else None
     report = Report()
     if args.factory:
-        from aliasmix.modulecheck import check_module
-
         module, current = _build(args, args.factory)
-        report += check_module(module, allow=args.allow, unregistered=args.unregistered)
+        report += _checked(module, args)
         if agreed is not None:
             report += Report(compare_manifests(agreed, current, args.allow_added), {"keys": len(current.tensors)})
     else:
@@ -169,13 +189,23 @@ def _check(args: argparse.Namespace) -> int:
     return _finish(report, args)
 
 
+def _checked(module: nn.Module, args: argparse.Namespace) -> Report:
+    from aliasmix.factory import FactoryError
+    from aliasmix.modulecheck import check_module
+
+    try:
+        return check_module(module, allow=args.allow, unregistered=args.unregistered)
+    except Exception as error:  # properties and _tied_weights_keys are the module's own
+        raise FactoryError(f"{args.factory}: cannot be checked: {type(error).__name__}: {error}") from error
+
+
 def _refuse_unused(args: argparse.Namespace, needed: str, is_absent: bool, *options: str) -> None:
     for option in options:
         if is_absent and getattr(args, option):
             raise ValueError(f"--{option.replace('_', '-')} is of no use without {needed}")
 
 
-def _manifest(args: argparse.Namespace) -> int:
+def _manifest(args: argparse.Namespace) -> Result:
     from aliasmix.manifest import Manifest, compare_manifests, manifest_of
     from aliasmix.report import Report
 
@@ -190,15 +220,14 @@ def _manifest(args: argparse.Namespace) -> int:
     if args.output:
         current.write(args.output)
         print(f"aliasmix: wrote {args.output} with {len(current.tensors):,} keys", file=sys.stderr)
-    else:
-        sys.stdout.write(current.to_json())
-    return CLEAN
+        return "", CLEAN
+    return current.to_json().removesuffix("\n"), CLEAN
 
 
-def _inspect(args: argparse.Namespace) -> int:
+def _inspect(args: argparse.Namespace) -> Result:
     from aliasmix.checkpointcheck import index_findings
     from aliasmix.collection import paused_collection
-    from aliasmix.report import Report
+    from aliasmix.report import Report, printable
     from aliasmix.tensorinfo import scan_checkpoint
 
     with paused_collection():
@@ -215,20 +244,21 @@ def _inspect(args: argparse.Namespace) -> int:
         "bytes": sum(nbytes for _, nbytes in tables["dtype"].values()),
     }
     report = Report(index_findings(checkpoint), stats)
-    if args.format == "text":
-        for column, rows in tables.items():
-            print(f"{column:40} {'tensors':>10} {'bytes':>18}")
-            for key, (number, nbytes) in sorted(rows.items(), key=lambda row: -row[1][1]):
-                print(f"{key:40} {number:>10,} {nbytes:>18,}")
-            print()
+    lines = []
+    for column, rows in tables.items() if args.format == "text" else ():
+        lines.append(f"{column:40} {'tensors':>10} {'bytes':>18}")
+        for key, (number, nbytes) in sorted(rows.items(), key=lambda row: -row[1][1]):
+            lines.append(f"{printable(key):40} {number:>10,} {nbytes:>18,}")
+        lines.append("")
     extra = {
         f"by_{column}": {key: {"tensors": number, "bytes": nbytes} for key, (number, nbytes) in rows.items()}
         for column, rows in tables.items()
     }
-    return _finish(report, args, extra)
+    text, code = _finish(report, args, extra)
+    return "\n".join([*lines, text]), code
 
 
-def _diff(args: argparse.Namespace) -> int:
+def _diff(args: argparse.Namespace) -> Result:
     from aliasmix.manifest import compare_manifests
     from aliasmix.report import Report
 
@@ -236,7 +266,7 @@ def _diff(args: argparse.Namespace) -> int:
     return _finish(Report(compare_manifests(a, b), {"keys": len(b.tensors)}), args)
 
 
-def _lint(args: argparse.Namespace) -> int:
+def _lint(args: argparse.Namespace) -> Result:
     from aliasmix.lint import lint
 
     return _finish(lint(args.sources), args)
@@ -261,19 +291,16 @@ def _build(args: argparse.Namespace, spec: str) -> tuple[Any, Manifest]:
         raise FactoryError(f"{spec}: its state_dict cannot be listed: {type(error).__name__}: {error}") from error
 
 
-def _finish(report: Report, args: argparse.Namespace, extra: dict[str, Any] | None = None) -> int:
-    """Prints a report in the format asked for and returns the exit code."""
+def _finish(report: Report, args: argparse.Namespace, extra: dict[str, Any] | None = None) -> Result:
+    """Returns a report in the format asked for, and the exit code."""
     if args.format == "json":
-        print(report.to_json(**(extra or {})))
-    elif args.format == "github":
-        if text := report.to_github():
-            print(text)
+        text = report.to_json(**(extra or {}))
     else:
-        print(report.render())
+        text = report.to_github() if args.format == "github" else report.render()
     unreadable = [f for f in report.findings if f.code in ("HEADER_BAD", "INDEX_SHARD_MISSING")]
     if unreadable:
         path = args.path if "path" in args else args.checkpoint
         for f in unreadable[:5]:
             print(f"aliasmix: error: {path}: {f.paths[0]} {f.detail}", file=sys.stderr)
-        return UNREADABLE
-    return FOUND if report.at_least(args.fail_on) else CLEAN
+        return text, UNREADABLE
+    return text, FOUND if report.at_least(args.fail_on) else CLEAN

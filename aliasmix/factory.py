@@ -43,7 +43,9 @@ def build(spec: str, arguments: Mapping[str, Any], device: str = "meta") -> nn.M
         try:
             with torch.device(device):
                 module = factory(**arguments)
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # also what sys.exit and pytest.skip raise
             hint = "; if it reads values while it builds, try --device cpu" if device == "meta" else ""
             raise FactoryError(f"{spec} raised {type(error).__name__}: {error}{hint}") from error
     if not isinstance(module, torch.nn.Module):
@@ -54,12 +56,15 @@ def build(spec: str, arguments: Mapping[str, Any], device: str = "meta") -> nn.M
 def _import(spec: str, module_name: str, path: str) -> Any:
     try:
         found: Any = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        raise FactoryError(f"{spec}: cannot import {module_name}: {type(error).__name__}: {error}") from error
-    for name in path.split("."):
-        if not hasattr(found, name):
-            raise FactoryError(f"{spec}: {getattr(found, '__name__', found)} has no {name!r}")
-        found = getattr(found, name)
+        for name in path.split("."):
+            if not hasattr(found, name):
+                raise FactoryError(f"{spec}: {getattr(found, '__name__', found)} has no {name!r}")
+            found = getattr(found, name)
+    except (FactoryError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        hint = f"; write {module_name[:-3]}:{path}" if module_name.endswith(".py") else ""
+        raise FactoryError(f"{spec}: cannot import {module_name}: {type(error).__name__}: {error}{hint}") from error
     if not callable(found):
         raise FactoryError(f"{spec} is of type {type(found).__name__}, expected something to call")
     return found

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from aliasmix.collection import paused_collection
 from aliasmix.difference import compare_keys
 from aliasmix.errors import UnreadableFileError
+from aliasmix.jsonfile import read_object
 from aliasmix.names import natural_key
 from aliasmix.report import Finding, Report, finding
 from aliasmix.tensorinfo import TensorInfo
@@ -84,9 +85,9 @@ class Manifest:
         Raises:
             UnreadableFileError: It is not there, is no JSON, is of another version, or has a malformed entry.
         """
-        content = _load(path)
+        content = read_object(Path(path))
         version = content.get("aliasmix_manifest")
-        if version != VERSION:
+        if type(version) is not int or version != VERSION:
             found = f"version {version!r}" if "aliasmix_manifest" in content else "no 'aliasmix_manifest' entry"
             raise UnreadableFileError(
                 path, f"{found}, expected version {VERSION}; write it again with `aliasmix manifest`"
@@ -125,12 +126,25 @@ class Manifest:
         )
 
     def write(self, path: StrPath) -> None:
-        """Writes the file in one step, so that a reader or a second writer never sees half of it."""
+        """Writes the file in one step, so that a reader or a second writer never sees half of it.
+
+        A link is followed; a device or a pipe, such as /dev/stdout, is written to and not replaced.
+
+        Raises:
+            OSError: It cannot be written; nothing is left behind.
+        """
         target = Path(path)
+        if target.exists() and not target.is_file():
+            target.write_text(self.to_json(), encoding="utf-8")
+            return
+        target = Path(os.path.realpath(path))
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.{os.getpid()}")
-        partial.write_text(self.to_json(), encoding="utf-8")
-        partial.replace(target)
+        try:
+            partial.write_text(self.to_json(), encoding="utf-8")
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def write_manifest(source: nn.Module | StrPath, path: StrPath) -> None:
@@ -205,27 +219,6 @@ def compare_manifests(
 
 def _sorted_ties(groups: Any) -> list[tuple[str, ...]]:
     return sorted(tuple(sorted(group, key=natural_key)) for group in groups)
-
-
-def _load(path: StrPath) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        entries = dict(pairs)
-        if len(entries) != len(pairs):
-            twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
-            raise UnreadableFileError(path, f"the key {twice!r} is there twice")
-        return entries
-
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique)
-    except OSError as error:
-        raise UnreadableFileError(path, error.strerror or str(error)) from None
-    except UnreadableFileError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise UnreadableFileError(path, f"not a manifest: {error}") from None
-    if not isinstance(content, dict):
-        raise UnreadableFileError(path, f"not a manifest: a JSON {type(content).__name__}, expected an object")
-    return content
 
 
 def _expect(path: StrPath, content: dict[str, Any], name: str, kind: type, default: Any = None) -> Any:

@@ -87,7 +87,7 @@ class Finding:
         lines = [f"{where}{self.severity} {self.code} {self.names()}{number}", f"    {self.detail}"]
         if self.fix:
             lines.append(f"    fix: {self.fix}")
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
     def names(self) -> str:
         """Returns the paths as text, the first `MAX_PATHS` of them."""
@@ -174,9 +174,9 @@ class Report:
         lines = []
         for f in self._shown():
             where = f"file={_property(f.file)},line={f.line}," if f.file else ""
-            text = f"{f.names()}: {f.detail}"
+            text = printable(f"{f.names()}: {f.detail}")
             if f.fix:
-                text += f"\nfix: {f.fix}"
+                text += f"\nfix: {printable(f.fix)}"
             lines.append(f"::{command[f.severity]} {where}title=aliasmix {f.code}::{_escape(text)}")
         lines += [f"::notice title=aliasmix {c}::... and {n:,} more" for c, n in self._hidden().items()]
         return "\n".join(lines)
@@ -195,6 +195,13 @@ class Report:
         for f in self.findings:
             number[f.code] = number.get(f.code, 0) + 1
         return {code: n - MAX_LINES for code, n in number.items() if n > MAX_LINES}
+
+
+def printable(text: str) -> str:
+    """Escapes what would move a terminal's cursor or begin a line: a tensor may be called anything."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _escape(text: str) -> str:

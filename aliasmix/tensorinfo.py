@@ -7,22 +7,30 @@ Source of the format: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import stat
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from aliasmix.errors import UnreadableFileError
+from aliasmix.jsonfile import (
+    MAX_JSON_BYTES,
+    file_mode,
+    kind_of,
+    parse_object,
+    quote,
+    read_bytes,
+    read_object,
+    refuse,
+    regular_size,
+)
 from aliasmix.report import Finding, finding
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-MAX_JSON_BYTES = 100_000_000  # Of a header (the format's own limit) or an index; 208,550 tensors need 30 MB.
 _INT = frozenset({int})
 LISTED = 5  # Problems that an error spells out before it counts the rest.
 
@@ -170,19 +178,19 @@ def scan_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             leads out of the folder. A single file's header that cannot be read is raised as well.
     """
     path = Path(path)
-    mode = _mode(path)
+    mode = file_mode(path)
     if mode is None:
-        _refuse(path, "there is no such file or folder")
+        refuse(path, "there is no such file or folder")
     if not stat.S_ISDIR(mode):
         if path.name.endswith(".json"):
             return _scan_index(path, path)
         return _single(path, path)
-    if _mode(path / INDEX_NAME) is not None:
+    if file_mode(path / INDEX_NAME) is not None:
         return _scan_index(path, path / INDEX_NAME)
-    if _mode(path / SINGLE_NAME) is not None:
+    if file_mode(path / SINGLE_NAME) is not None:
         _resolve_inside(path, SINGLE_NAME, blame=path)
         return _single(path, path / SINGLE_NAME)
-    _refuse(path, _why_no_checkpoint(path))
+    refuse(path, _why_no_checkpoint(path))
 
 
 def _single(path: Path, file: Path) -> Checkpoint:
@@ -215,7 +223,7 @@ def _scan_index(path: Path, index_path: Path) -> Checkpoint:
     listed_count = Counter(index.weight_map.values())
     for file in sorted(listed_count):
         _resolve_inside(folder, file, blame=index_path)
-        if _mode(folder / file) is None:
+        if file_mode(folder / file) is None:
             count = listed_count[file]
             detail = f"is not there; the index puts {count:,} tensor{'s' if count > 1 else ''} in it"
             problems.append(finding("INDEX_SHARD_MISSING", (file,), detail, "download it again", count=count))
@@ -268,24 +276,24 @@ def read_index(path: str | os.PathLike[str]) -> Index:
         UnreadableFileError: It is no JSON object of the right shape, or a file name in it is not a plain name.
     """
     path = Path(path)
-    raw = _parse_object(path, _read(path, 0, _regular_size(path)), fractions=True)
+    raw = read_object(path, fractions=True)
     weight_map, metadata = raw.get("weight_map"), raw.get("metadata", {})
     if not isinstance(weight_map, dict):
-        _refuse(path, f"weight_map is {_kind(weight_map)}; expected an object of tensor names to file names")
+        refuse(path, f"weight_map is {kind_of(weight_map)}; expected an object of tensor names to file names")
     if not isinstance(metadata, dict):
-        _refuse(path, f"metadata is {_kind(metadata)}; expected an object")
+        refuse(path, f"metadata is {kind_of(metadata)}; expected an object")
     for tensor, file in weight_map.items():
         if type(file) is not str:
-            _refuse(path, f"weight_map puts {_quote(tensor)} in {_kind(file)}; expected a file name")
+            refuse(path, f"weight_map puts {quote(tensor)} in {kind_of(file)}; expected a file name")
     for file in set(weight_map.values()):
         # One rule for "../x", "/x", "a\\..\\x", "c:x" and names that no file system takes: a plain name, or nothing.
         if not file.endswith(".safetensors") or set(file) & set("/\\:\0") or not file.isprintable() or len(file) > 255:
-            _refuse(path, f"names the file {_quote(file)}; expected the plain name of a .safetensors file beside it")
+            refuse(path, f"names the file {quote(file)}; expected the plain name of a .safetensors file beside it")
     total_size = metadata.get("total_size")
     if total_size is None:
         return Index(path, weight_map, None)
     if type(total_size) not in (int, float) or total_size < 0 or total_size % 1:  # Some converters write 28.0.
-        _refuse(path, f"metadata.total_size is {_quote(total_size)}; expected a number of bytes")
+        refuse(path, f"metadata.total_size is {quote(total_size)}; expected a number of bytes")
     return Index(path, weight_map, int(total_size))
 
 
@@ -296,21 +304,21 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         UnreadableFileError: The file is not there, or is not exactly what its header says: see the module.
     """
     path = Path(path)
-    size = _regular_size(path)
+    size = regular_size(path)
     if size < 8:
-        _refuse(path, f"is {size} bytes long; a safetensors file begins with 8 bytes of header length")
-    length = int.from_bytes(_read(path, 0, 8), "little")
+        refuse(path, f"is {size} bytes long; a safetensors file begins with 8 bytes of header length")
+    length = int.from_bytes(read_bytes(path, 0, 8), "little")
     if length > MAX_JSON_BYTES:
-        _refuse(path, f"states a header of {length:,} bytes; at most {MAX_JSON_BYTES:,} are read (is it safetensors?)")
+        refuse(path, f"states a header of {length:,} bytes; at most {MAX_JSON_BYTES:,} are read (is it safetensors?)")
     if 8 + length > size:
-        _refuse(path, f"states a header of {length:,} bytes but is {size:,} bytes long; it is truncated")
-    text = _read(path, 8, length)
+        refuse(path, f"states a header of {length:,} bytes but is {size:,} bytes long; it is truncated")
+    text = read_bytes(path, 8, length)
     if not text.startswith(b"{"):
-        _refuse(path, "has a header that does not begin with '{'")
-    raw = _parse_object(path, text)
+        refuse(path, "has a header that does not begin with '{'")
+    raw = parse_object(path, text)
     metadata = raw.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(type(value) is str for value in metadata.values()):
-        _refuse(path, "__metadata__ is not an object of strings")
+        refuse(path, "__metadata__ is not an object of strings")
     return Header(path, _tensors(path, raw, 8 + length, size), metadata)
 
 
@@ -321,13 +329,13 @@ def _tensors(path: Path, raw: dict[str, Any], data_begin: int, size: int) -> dic
     found: list[tuple[int, int, str, str, tuple[int, ...]]] = []
     for tensor, entry in raw.items():
         if type(entry) is not dict or entry.keys() != {"dtype", "shape", "data_offsets"}:
-            _refuse(path, f"tensor {_quote(tensor)} is not described by exactly dtype, shape and data_offsets")
+            refuse(path, f"tensor {quote(tensor)} is not described by exactly dtype, shape and data_offsets")
         code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if type(code) is not str or not _is_sizes(shape):
-            what = f"has dtype {_quote(code)} and shape {_quote(shape)}; expected a name and sizes of 0 or more"
-            _refuse(path, f"tensor {_quote(tensor)} {what}")
+            what = f"has dtype {quote(code)} and shape {quote(shape)}; expected a name and sizes of 0 or more"
+            refuse(path, f"tensor {quote(tensor)} {what}")
         if not _is_sizes(offsets) or len(offsets) != 2:
-            _refuse(path, f"tensor {_quote(tensor)} has data_offsets {_quote(offsets)}; expected two byte offsets")
+            refuse(path, f"tensor {quote(tensor)} has data_offsets {quote(offsets)}; expected two byte offsets")
         key = (code, tuple(shape))
         layout = layouts.get(key)
         if layout is None:
@@ -335,12 +343,12 @@ def _tensors(path: Path, raw: dict[str, Any], data_begin: int, size: int) -> dic
         dtype, torch_shape, nbytes = layout
         begin, end = offsets
         if end - begin != nbytes:
-            what = f"has bytes {begin} to {end}, but {code} {_quote(shape)} takes {nbytes}"
-            _refuse(path, f"tensor {_quote(tensor)} {what}")
+            what = f"has bytes {begin} to {end}, but {code} {quote(shape)} takes {nbytes}"
+            refuse(path, f"tensor {quote(tensor)} {what}")
         if end > data_size:
-            _refuse(
+            refuse(
                 path,
-                f"tensor {_quote(tensor)} ends at byte {end} of the data, of which there are {data_size}; "
+                f"tensor {quote(tensor)} ends at byte {end} of the data, of which there are {data_size}; "
                 "the file is truncated or its header is wrong",
             )
         found.append((begin, end, tensor, dtype, torch_shape))
@@ -350,12 +358,12 @@ def _tensors(path: Path, raw: dict[str, Any], data_begin: int, size: int) -> dic
     for begin, end, tensor, dtype, torch_shape in found:
         if begin != expected:
             what = "overlaps" if begin < expected else "leaves a hole behind"
-            before = f"{_quote(last)}, which ends at {expected}" if last else "the header"
-            _refuse(path, f"tensor {_quote(tensor)} at byte {begin} {what} {before}")
+            before = f"{quote(last)}, which ends at {expected}" if last else "the header"
+            refuse(path, f"tensor {quote(tensor)} at byte {begin} {what} {before}")
         tensors[tensor] = TensorInfo(torch_shape, dtype, "tensor", file, data_begin + begin, data_begin + end)
         expected, last = end, tensor
     if expected != data_size:
-        _refuse(path, f"has {data_size - expected} bytes after its last tensor; expected none")
+        refuse(path, f"has {data_size - expected} bytes after its last tensor; expected none")
     return tensors
 
 
@@ -367,102 +375,18 @@ def _is_sizes(value: Any) -> bool:
 def _layout(path: Path, tensor: str, code: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], int]:
     """torch's dtype and shape, and the number of bytes."""
     if code not in _DTYPES:
-        _refuse(path, f"tensor {_quote(tensor)} has dtype {_quote(code)}; known are {', '.join(_DTYPES)}")
+        refuse(path, f"tensor {quote(tensor)} has dtype {quote(code)}; known are {', '.join(_DTYPES)}")
     dtype, bits = _DTYPES[code]
     numel = 0 if 0 in shape else 1
     for n in shape:
         numel *= n
         if numel >= 2**63:
-            _refuse(path, f"tensor {_quote(tensor)} has shape {_quote(list(shape))}: more than 2**63 elements")
+            refuse(path, f"tensor {quote(tensor)} has shape {quote(list(shape))}: more than 2**63 elements")
     if bits == 4:
         if not shape or shape[-1] % 2:
-            _refuse(path, f"tensor {_quote(tensor)} has shape {_quote(list(shape))}; F4 needs an even last size")
+            refuse(path, f"tensor {quote(tensor)} has shape {quote(list(shape))}; F4 needs an even last size")
         shape = (*shape[:-1], shape[-1] // 2)
     return dtype, shape, numel * bits // 8
-
-
-class _MalformedError(ValueError):
-    """What a hook of the JSON parser refuses; the caller knows the file."""
-
-
-def _parse_object(path: Path, text: bytes, *, fractions: bool = False) -> dict[str, Any]:
-    """Parses strictly: UTF-8, no repeated key, and no fractions where the format has none."""
-    try:
-        value = json.loads(
-            text.decode("utf-8"),
-            object_pairs_hook=_unique,
-            parse_float=_finite if fractions else _not_an_integer,
-            parse_constant=_not_an_integer,
-        )
-    except UnicodeDecodeError as e:
-        _refuse(path, f"is not UTF-8 text (byte {e.start} of the JSON)")
-    except json.JSONDecodeError as e:
-        _refuse(path, f"is not JSON: {e.msg} at character {e.pos}")
-    except _MalformedError as e:
-        _refuse(path, f"is JSON that makes no sense here: {e}")
-    except (ValueError, RecursionError, MemoryError):  # ValueError: an integer of over 4,300 digits
-        _refuse(path, "is JSON that cannot be read: nested too deeply, or a number of thousands of digits")
-    if not isinstance(value, dict):
-        _refuse(path, f"holds {_kind(value)}; expected an object")
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        count = Counter(key for key, _ in pairs)
-        raise _MalformedError(f"key {_quote(count.most_common(1)[0][0])} is there twice")
-    for key in result:
-        if not key.isascii():
-            try:
-                key.encode()
-            except UnicodeEncodeError:
-                raise _MalformedError(f"key {_quote(key)} is not Unicode text") from None
-    return result
-
-
-def _finite(text: str) -> float:
-    if math.isinf(value := float(text)):
-        raise _MalformedError(f"{_quote(text)} is no finite number")
-    return value
-
-
-def _not_an_integer(text: str) -> NoReturn:
-    raise _MalformedError(f"{_quote(text)} is not an integer")
-
-
-def _mode(path: Path) -> int | None:
-    """The file's mode with links followed; None where there is nothing."""
-    try:
-        return os.stat(path).st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError) as e:  # ValueError: a NUL in the name
-        _refuse(path, f"cannot be opened: {getattr(e, 'strerror', None) or e}")
-
-
-def _regular_size(path: Path) -> int:
-    """The size of a regular file; a pipe would be waited on for ever."""
-    mode = _mode(path)
-    if mode is None:
-        _refuse(path, "there is no such file")
-    if not stat.S_ISREG(mode):
-        _refuse(path, "is not a regular file")
-    return os.stat(path).st_size
-
-
-def _read(path: Path, begin: int, length: int) -> bytes:
-    if length > MAX_JSON_BYTES:
-        _refuse(path, f"is {length:,} bytes long; at most {MAX_JSON_BYTES:,} are read as JSON")
-    try:
-        with open(path, "rb") as f:
-            f.seek(begin)
-            data = f.read(length)
-    except OSError as e:
-        _refuse(path, f"cannot be read: {e.strerror}")
-    if len(data) != length:
-        _refuse(path, f"ended after {begin + len(data)} bytes while it was read")
-    return data
 
 
 def _resolve_inside(folder: Path, file: str, *, blame: Path) -> None:
@@ -475,18 +399,4 @@ def _resolve_inside(folder: Path, file: str, *, blame: Path) -> None:
     blobs = os.path.join(os.path.dirname(os.path.dirname(root)), "blobs")
     is_cache = os.path.basename(os.path.dirname(root)) == "snapshots" and os.path.dirname(target) == blobs
     if not target.startswith(os.path.join(root, "")) and not is_cache:
-        _refuse(blame, f"the file {_quote(file)} is a link to {target}, outside the folder; copy it there instead")
-
-
-def _quote(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 160 else text[:157] + "..."
-
-
-def _kind(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", int: "a number", bool: "a truth value"}
-    return "nothing" if value is None else names.get(type(value), type(value).__name__)
-
-
-def _refuse(path: Path, reason: str) -> NoReturn:
-    raise UnreadableFileError(path, reason)
+        refuse(blame, f"the file {quote(file)} is a link to {target}, outside the folder; copy it there instead")

@@ -1,11 +1,13 @@
 """The command line: what each command prints, and the exit code that a CI step sees."""
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from aliasmix.cli import main
@@ -276,7 +278,7 @@ def test_lint_names_file_and_line(run, here):
         (("check", "factories:no_module"), 3, "returned something of type int, expected a torch.nn.Module"),
         (("check", "factories:reads_values"), 3, "if it reads values while it builds, try --device cpu"),
         (("check", "factories:lazy"), 3, "a lazy module has no shapes before its first forward"),
-        (("check", "factories:Wrapper", "--manifest", "gone.json"), 4, "gone.json: No such file or directory"),
+        (("check", "factories:Wrapper", "--manifest", "gone.json"), 4, "gone.json: there is no such file"),
         (("check", "factories:Wrapper", "--manifest", "newer.json"), 4, "newer.json: version 2, expected version 1"),
         (("check", "factories:Wrapper", "--checkpoint", "gone"), 4, "gone: there is no such file or folder"),
         (("inspect", "truncated.safetensors"), 4, "it is truncated"),
@@ -381,3 +383,107 @@ def test_python_dash_m_is_the_command(here, request):
 
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("error DUP_MODULE")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("class Left(BaseException): pass\ndef build(): raise Left('gone')", "mine:build raised Left: gone"),
+        ("import pytest\npytest.skip('no gpu', allow_module_level=True)", "cannot import mine: Skipped: "),
+        ("def __getattr__(name): raise RuntimeError('no ' + name)", "cannot import mine: RuntimeError: no build"),
+        (
+            "from factories import *\nclass build(Wrapper):\n    model = ReadOnlyAlias('lm')\n"
+            "    _tied_weights_keys = ['[']\n    def __init__(self):\n        super().__init__()\n"
+            "        self.a = self.b = nn.Linear(1, 1)",
+            "mine:build: cannot be checked: error: unterminated character set",
+        ),
+    ],
+)
+def test_a_factory_that_fails_in_an_odd_way_is_named_and_exits_3(run, here, monkeypatch, source, message):
+    (here / "mine.py").write_text(source)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+
+    code, out, err = run("check", "mine:build")
+
+    assert (code, out) == (3, "")
+    assert err.startswith("aliasmix: error: mine:build")
+    assert message in err
+
+
+def test_a_file_name_in_place_of_a_module_gets_the_module_as_hint(run):
+    code, _, err = run("check", "factories.py:Wrapper")
+
+    assert code == 3
+    assert err.endswith("; write factories:Wrapper\n")
+
+
+def test_what_a_module_prints_later_stays_off_stdout(run, here, monkeypatch):
+    (here / "talks.py").write_text(
+        "from torch import nn\nclass Talks(nn.Linear):\n    def state_dict(self, *args, **kwargs):\n"
+        "        print('saving')\n        return super().state_dict(*args, **kwargs)\n"
+    )
+    monkeypatch.delitem(sys.modules, "talks", raising=False)
+
+    code, out, err = run("manifest", "talks:Talks", "--arg", "in_features=1", "--arg", "out_features=1")
+
+    assert (code, err) == (0, "saving\n")
+    assert json.loads(out)["class"] == "talks.Talks"
+
+
+def test_a_name_moves_no_cursor_and_starts_no_line(run):
+    save_file({"a\n::error::\x1b[31m.weight": torch.ones(1)}, "odd.safetensors")
+
+    out = run("inspect", "odd.safetensors")[1]
+
+    assert "\na\\n::error::\\x1b[31m.weight" in out
+
+
+@pytest.mark.parametrize("target", [".", "model.safetensors/keys.json", "x" * 300])
+def test_a_manifest_that_cannot_be_written_is_an_error_and_leaves_nothing(run, here, target):
+    save("model.safetensors")
+    before = sorted(here.iterdir())
+
+    code, out, err = run("manifest", "model.safetensors", "-o", target)
+
+    assert (code, out) == (4, "")
+    assert err.startswith("aliasmix: error: [Errno")
+    assert sorted(here.iterdir()) == before
+
+
+def command(request, *argv, **options):
+    env = {"PYTHONPATH": str(request.config.rootpath), "PATH": "", "PYTHONIOENCODING": "ascii"}
+    return subprocess.run([sys.executable, "-m", "aliasmix", *argv], env=env, timeout=60, **options)
+
+
+def test_a_terminal_without_the_letters_of_a_name_gets_escapes(here, request):
+    save_file({"größe.weight": torch.ones(1)}, "m.safetensors")
+
+    done = command(request, "inspect", "m.safetensors", stdout=subprocess.PIPE)
+
+    assert done.returncode == 0
+    assert b"gr\\xf6\\xdfe.weight" in done.stdout
+
+
+def test_a_full_disk_is_an_error_of_one_line(here, request):
+    save("m.safetensors")
+
+    with open("/dev/full", "w") as full:
+        done = command(request, "inspect", "m.safetensors", stdout=full, stderr=subprocess.PIPE, text=True)
+
+    assert (done.returncode, done.stderr) == (4, "aliasmix: error: [Errno 28] No space left on device\n")
+
+
+def test_an_output_that_is_no_file_is_written_to_and_stays_what_it_is(here, request):
+    save("m.safetensors")
+
+    done = command(request, "manifest", "m.safetensors", "-o", "/dev/stdout", stdout=subprocess.PIPE)
+
+    assert json.loads(done.stdout)["aliasmix_manifest"] == 1
+
+
+def test_a_pipe_in_place_of_a_file_is_refused_at_once(run, here):
+    os.mkfifo(here / "pipe.json")
+    os.mkfifo(here / "pipe.py")
+
+    assert run("diff", "pipe.json", "pipe.json")[::2] == (4, "aliasmix: error: pipe.json: is not a regular file\n")
+    assert run("lint", "pipe.py")[::2] == (4, "aliasmix: error: pipe.py: is not a regular file\n")

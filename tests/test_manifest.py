@@ -226,8 +226,8 @@ def test_a_lazy_module_is_told_what_it_needs():
 @pytest.mark.parametrize(
     "content, reason",
     [
-        ("", "not a manifest: "),
-        ("[1]", "a JSON list, expected an object"),
+        ("", "is not JSON: "),
+        ("[1]", "holds a list; expected an object"),
         ("{}", "no 'aliasmix_manifest' entry, expected version 1"),
         ('{"aliasmix_manifest": 2, "keys": {}}', "version 2, expected version 1"),
         ('{"aliasmix_manifest": 1}', "'keys' is a NoneType, expected a dict"),
@@ -236,10 +236,11 @@ def test_a_lazy_module_is_told_what_it_needs():
             '{"aliasmix_manifest": 1, "keys": {"a": {"kind": "param", "shape": [-1], "dtype": "int8"}}}',
             "entry 'a' is not of the form",
         ),
-        ('{"aliasmix_manifest": 1, "keys": {"a": 1, "a": 2}}', "the key 'a' is there twice"),
+        ('{"aliasmix_manifest": 1, "keys": {"a": 1, "a": 2}}', "key 'a' is there twice"),
         ('{"aliasmix_manifest": 1, "keys": {}, "ties": [1]}', "'ties' is not a list of lists of names"),
-        ("<<<<<<< HEAD\n{}", "not a manifest: "),
-        ("[" * 100_000, "not a manifest: "),
+        ("<<<<<<< HEAD\n{}", "is not JSON: "),
+        ('{"aliasmix_manifest": true, "keys": {}}', "version True, expected version 1"),
+        ("[" * 100_000, "nested too deeply"),
     ],
 )
 def test_a_bad_manifest_is_named_with_the_reason(tmp_path, content, reason):
@@ -260,7 +261,7 @@ def test_garbage_collection_goes_on_after_a_bad_manifest(tmp_path):
 
 
 def test_a_manifest_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(UnreadableFileError, match=r"keys\.json: No such file or directory"):
+    with pytest.raises(UnreadableFileError, match=r"keys\.json: there is no such file"):
         check_manifest(Wrapper(), tmp_path / "keys.json")
 
 
