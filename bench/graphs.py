@@ -30,7 +30,7 @@ from torch import Tensor
 from kimi_k25.decoder_graphs import GraphedDecoder
 from kimi_k25.graphs import BucketPolicy, GraphPlan
 from kimi_k25.graphs.breaks import crossing_scope
-from kimi_k25.layers.kv_cache import PagedKVCache
+from kimi_k25.layers.kv_cache import AttentionBatch, PagedKVCache
 
 TOKENS = (64, 256, 1024, 2048, 4096)
 ORDERED = (64, 256, 1024)
@@ -117,20 +117,21 @@ def ladder_figures(share: Share, number: int) -> dict[str, Any]:
     }
 
 
-def full_graph(share: Share, steps: Steps, tokens: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """One graph of a whole prefill step, attention included: its lengths are baked in, so it serves this step only."""
-    ids, batch = steps.prefill(tokens)
+def full_graph(share: Share, embeds: Tensor, batch: AttentionBatch) -> torch.cuda.CUDAGraph:
+    """One graph of a whole prefill step, attention included: its lengths are baked in, so it serves this step only.
+
+    The graph reads `embeds` and `batch`, which the caller keeps alive.
+    """
     model = share.model.language_model.model
-    embeds = model.embed_tokens(ids)
     first = share.fast.attention[0]
     model(embeds, batch)  # Plans the attention.
     first.plans = False
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
-        out = model(embeds, batch)
+        model(embeds, batch)
     first.plans = True
-    return graph, out
+    return graph
 
 
 def host_us_per_layer(decoder: GraphedDecoder, steps: Steps, layers: int) -> float:
@@ -251,12 +252,13 @@ def main() -> None:
         with torch.inference_mode():
             for tokens in TOKENS:
                 ids, batch = steps.prefill(tokens)
-                inputs = decoder._inputs(share.model.language_model.model.embed_tokens(ids), batch)
+                embeds = share.model.language_model.model.embed_tokens(ids)
+                inputs = decoder._inputs(embeds, batch)
 
                 def pieces(inputs: dict[str, Tensor] = inputs) -> Tensor:
                     return decoder.runner.run(inputs, clone=False)
 
-                graph, _ = full_graph(share, steps, tokens)
+                graph = full_graph(share, embeds, batch)
                 in_pieces, full = measure(pieces, rounds=args.rounds), measure(graph.replay, rounds=args.rounds)
                 graph.reset()
                 ratios[str(tokens)] = round(in_pieces.median_ms / full.median_ms, 4)

@@ -99,9 +99,9 @@ def test_segments_share_one_pool_and_one_stream(cuda, backend):
 
     assert cuda.log == [
         "synchronize",
-        "graph0 begin pool0 thread_local",
+        "graph0 begin pool0 relaxed",
         "graph0 end",
-        "graph1 begin pool0 thread_local",
+        "graph1 begin pool0 relaxed",
         "graph1 end",
         "synchronize",
         "graph0 replay",
@@ -136,7 +136,7 @@ def test_close_drops_all_graphs_together_after_a_synchronisation(cuda, backend):
     assert cuda.log == ["synchronize", "graph0 reset", "graph1 reset"]
     with backend.recording():
         backend.begin()
-    assert "graph2 begin pool1 thread_local" in cuda.log
+    assert "graph2 begin pool1 relaxed" in cuda.log
 
 
 def test_an_error_inside_a_capture_ends_and_drops_it(cuda, backend):
@@ -148,7 +148,7 @@ def test_an_error_inside_a_capture_ends_and_drops_it(cuda, backend):
 
     assert cuda.log == [
         "synchronize",
-        "graph0 begin pool0 thread_local",
+        "graph0 begin pool0 relaxed",
         "graph0 end",
         "graph0 reset",
     ]

@@ -63,8 +63,9 @@ class CudaGraphs:
     def begin(self) -> None:
         self._pool_is_settled = False
         self._open = self._cuda.CUDAGraph()
-        # thread_local: other threads of a server, NCCL's watchdog among them, may go on calling CUDA.
-        self._open.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        # relaxed: other threads of a server, NCCL's watchdog among them, may go on calling CUDA, and `outside` may
+        # take memory from the driver. What would break the capture itself is an error in every mode.
+        self._open.capture_begin(pool=self._pool, capture_error_mode="relaxed")
 
     def end(self) -> Callable[[], None]:
         graph, self._open = self._open, None
