@@ -237,6 +237,26 @@ def floor_ms(c: TextConfig, ceilings: Ceilings, *, tokens: int, seqs: int, conte
     return ceilings.floor_ms(num_bytes, operations)
 
 
+def balance_routers(call: Callable[[], object]) -> None:
+    """Sets every router's correction bias so that its experts score alike on average, as training leaves it.
+
+    Random layers give all tokens a common part, which random routers turn into favourites.
+    """
+    from kimi_k25.layers import fused_moe
+
+    route = fused_moe.route
+
+    def balanced(logits: Tensor, bias: Tensor, *args: Any) -> Any:
+        bias.copy_(0.5 - logits[:, : bias.shape[0]].sigmoid().mean(0))
+        return route(logits, bias, *args)
+
+    fused_moe.route = balanced  # type: ignore[assignment]
+    try:
+        call()
+    finally:
+        fused_moe.route = route
+
+
 def experts_hit(fast: Any, call: Callable[[], object]) -> float:
     """Experts that a layer of this step reaches, over all layers: shows that the router spreads the tokens."""
     counts: list[int] = []
@@ -346,6 +366,7 @@ def main() -> None:
     print(graphed.runner.describe(), flush=True)
 
     steps = Steps(model, cache, graphed)
+    balance_routers(steps.run(steps.prefill(max([*tokens, CONTEXT])), graphs=False))
     rows: list[dict[str, Any]] = []
     profiles: dict[str, list[dict[str, Any]]] = {}
     sizes = [("prefill", n, 1) for n in tokens] + [("decode", n, n) for n in batches]

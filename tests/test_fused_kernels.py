@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from kimi_k25.layers import mla_decode
 from kimi_k25.layers.kv_cache import CacheStep, append_to_cache
 from kimi_k25.layers.mla import latent_attention
-from kimi_k25.layers.mla_decode import decode_attention, num_key_splits
+from kimi_k25.layers.mla_decode import absorb_queries, attend_parts, merge_and_project, merge_parts, num_key_splits
 from kimi_k25.layers.mla_kernels import assemble_prefill, norm_rope_append
 from kimi_k25.layers.mlp import swiglu
 from kimi_k25.layers.moe_kernels import (
@@ -32,7 +32,7 @@ from kimi_k25.layers.moe_kernels import (
 )
 from kimi_k25.layers.norm import rms_norm
 from kimi_k25.layers.rope import rotate_pairs
-from kimi_k25.layers.skinny_linear import linear, skinny_linear
+from kimi_k25.layers.skinny_linear import linear, one_row_linear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16]
@@ -122,14 +122,25 @@ def test_decode_attention_is_latent_attention_of_roped_queries(
     )  # fmt: skip
     expected = latent_attention(q_latent, rotate_pairs(q[..., nope:], cos, sin), step, 0, 0.3)
 
-    out = decode_attention(q_latent, q, cos, sin, pages, table, seq_lens, 0.3)
+    parts, weights = attend_parts(q_latent, q, cos, sin, pages, table, seq_lens, 0.3)
+    out = merge_parts(parts, weights, q)
 
     close(out, expected)
-    assert torch.equal(out, decode_attention(q_latent, q, cos, sin, pages, table, seq_lens, 0.3))
+    kv_b = randn(heads * (nope + 12), rank, dtype=dtype)
+    w_v = kv_b.view(heads, nope + 12, rank)[:, nope:]
+    close(merge_and_project(parts, weights, kv_b, nope), torch.einsum("bnc,ndc->bnd", out, w_v))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_absorb_queries_is_the_keys_half_of_the_projection(dtype):
+    q, kv_b = randn(3, 5, 24, dtype=dtype), randn(5 * 28, 40, dtype=dtype)
+    w_k = kv_b.view(5, 28, 40)[:, :16]
+
+    close(absorb_queries(q, kv_b, 16), torch.einsum("bnd,ndc->bnc", q[..., :16], w_k))
 
 
 def test_key_splits_fill_the_chip_and_depend_on_the_batch_alone():
-    assert [num_key_splits(n) for n in (1, 2, 8, 64, 264, 1000)] == [64, 64, 32, 4, 1, 1]
+    assert [num_key_splits(n) for n in (1, 2, 8, 64, 264, 1000)] == [32, 32, 32, 4, 1, 1]
 
 
 def plain_route(logits, bias, topk, renormalise, scaling):
@@ -276,11 +287,11 @@ def test_add_norm_rows_is_combine_residual_and_norm(use_shared, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "size", "columns"), [(1, 64, 33), (7, 300, 16), (16, 520, 70)])
-def test_skinny_linear_is_linear(rows, size, columns, dtype):
-    x, weight = randn(rows, size, dtype=dtype), randn(columns, size, dtype=dtype) * size**-0.5
+@pytest.mark.parametrize(("size", "columns"), [(64, 33), (300, 16), (2500, 7)])
+def test_one_row_linear_is_linear(size, columns, dtype):
+    x, weight = randn(1, size, dtype=dtype), randn(columns, size, dtype=dtype) * size**-0.5
 
-    out, unrounded = skinny_linear(x, weight, False), skinny_linear(x, weight, True)
+    out, unrounded = one_row_linear(x, weight, False), one_row_linear(x, weight, True)
 
     expected = F.linear(x.float(), weight.float())
     close(out, expected, dtype)
@@ -290,7 +301,7 @@ def test_skinny_linear_is_linear(rows, size, columns, dtype):
 
 def test_linear_keeps_the_sum_in_float32_at_any_number_of_rows():
     weight = randn(24, 32, dtype=torch.bfloat16)
-    for rows in (3, 40):
+    for rows in (1, 3):
         x = randn(rows, 32, dtype=torch.bfloat16)
 
         out = linear(x, weight, float32=True)
@@ -311,5 +322,5 @@ def test_every_operator_has_a_shape_without_running():
         assert rows.shape == (24, 32)
         assert swiglu_rows(rows, torch.empty(6, 34), 24)[1].shape == (6, 5)
         assert combine_rows(rows, None, weights, ids, None, 24).shape == (6, 32)
-        assert skinny_linear(torch.empty(2, 32), torch.empty(7, 32), True).shape == (2, 7)
+        assert one_row_linear(torch.empty(1, 32), torch.empty(7, 32), True).shape == (1, 7)
         assert norm_rope_append(rows, bias[:16], bias[:8], rows, rows, 1e-6, None, None)[1].shape == (24, 16)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .kv_cache import AttentionBatch
+from .operators import kernel_op
 
 __all__ = ["INSTALL", "MissingLibraryError", "RaggedPrefill", "fused_add_rmsnorm", "import_flashinfer", "rmsnorm"]
 
@@ -51,7 +52,7 @@ def import_flashinfer(module: str = "flashinfer") -> Any:
     return import_gpu_library("flashinfer-python", module)
 
 
-@torch.library.custom_op("kimi_k25::fused_add_rmsnorm", mutates_args=("x", "residual"))
+@kernel_op(mutates_args=("x", "residual"))
 def fused_add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
     """residual += x, then x = norm(residual), both in place. FlashInfer checks no dtypes, so this does.
 
@@ -68,7 +69,7 @@ def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
     return None
 
 
-@torch.library.custom_op("kimi_k25::rmsnorm", mutates_args=())
+@kernel_op()
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The norm of (num_tokens, hidden_size), of the same dtypes as fused_add_rmsnorm."""
     _check_dtypes(x, weight)

@@ -14,12 +14,14 @@ from torch import Tensor
 from ..graphs import break_point
 from .kv_cache import AttentionBatch, CacheStep, read_cache
 from .mla import LORA_NORM_EPS, MultiHeadLatentAttention
-from .mla_decode import decode_attention
+from .mla_decode import absorb_queries, attend_parts, merge_and_project, merge_parts
 from .mla_kernels import assemble_prefill, norm_rope_append
 from .packed import packed_index
 from .skinny_linear import linear
 
 __all__ = ["FusedLatentAttention", "PrefillAttention", "PrefillBuffers"]
+
+FEW_SEQS = 16  # Up to here the products over heads cost less in kernels of their own than in cuBLAS.
 
 
 class PrefillAttention(Protocol):
@@ -108,17 +110,24 @@ class FusedLatentAttention:
 
     def decode(self, q: Tensor, rope: tuple[Tensor, Tensor], cache: CacheStep) -> Tensor:
         """One new token a sequence: (B, N * (Dn + Dr)) to (B, N, Dv)."""
-        plain = self.plain
-        w = plain.kv_b_proj.weight.unflatten(0, (-1, plain.qk_nope_head_dim + plain.v_head_dim))  # (N, Dn + Dv, C)
-        w_k, w_v = w.split((plain.qk_nope_head_dim, plain.v_head_dim), 1)
+        plain, kv_b, num_seqs = self.plain, self.plain.kv_b_proj.weight, q.shape[0]
+        nope = plain.qk_nope_head_dim
+        w = kv_b.unflatten(0, (-1, nope + plain.v_head_dim))  # (N, Dn + Dv, C)
+        w_k, w_v = w.split((nope, plain.v_head_dim), 1)
         q = q.unflatten(-1, (w.shape[0], -1))
-        # Products over heads, written straight in the order (B, N, ...).
-        q_latent = q.new_empty(q.shape[0], w.shape[0], w.shape[2])
-        torch.bmm(q[..., : plain.qk_nope_head_dim].transpose(0, 1), w_k, out=q_latent.transpose(0, 1))
-        out_latent = decode_attention(
-            q_latent, q, *rope, cache.layers[plain.layer], cache.block_table, cache.seq_lens, plain.softmax_scale
+        if num_seqs <= FEW_SEQS:
+            q_latent = absorb_queries(q, kv_b, nope)
+        else:  # A product over heads, written straight in the order (B, N, C).
+            q_latent = q.new_empty(num_seqs, w.shape[0], w.shape[2])
+            torch.bmm(q[..., :nope].transpose(0, 1), w_k, out=q_latent.transpose(0, 1))
+        pages = cache.layers[plain.layer]
+        parts, weights = attend_parts(
+            q_latent, q, *rope, pages, cache.block_table, cache.seq_lens, plain.softmax_scale
         )
-        out = q.new_empty(q.shape[0], w.shape[0], plain.v_head_dim)
+        if num_seqs <= FEW_SEQS:
+            return merge_and_project(parts, weights, kv_b, nope)
+        out = q.new_empty(num_seqs, w.shape[0], plain.v_head_dim)
+        out_latent = merge_parts(parts, weights, q)
         torch.bmm(out_latent.transpose(0, 1), w_v.transpose(1, 2), out=out.transpose(0, 1))
         return out
 

@@ -7,6 +7,7 @@ expert's gate and up below it, one product whose sum stays in float32. Suffixes 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -19,6 +20,7 @@ from .skinny_linear import linear
 
 __all__ = ["ExpertProducts", "FusedExperts", "FusedSwiGLU"]
 
+MAX_TOKENS_BESIDE = 256  # Up to here the shared expert runs beside the routing; larger steps fill the GPU anyway.
 MAX_PAIR_BLOCKS = 64  # Pairs up to which each gets a block of its own: eight tokens of eight experts.
 
 Blocks = tuple[Tensor, Tensor, Tensor]
@@ -76,12 +78,23 @@ class FusedExperts:
             rows, weights, ids, shared_out, residual, norm_weight, eps, self.num_experts
         ), residual
 
+    def _shared_beside(self, x: Tensor, scores: Tensor) -> Tensor:
+        """The shared expert on a second stream, which `_rows` waits for."""
+        assert self.plain.shared_experts is not None
+        stream = _side_stream(x.device)
+        stream.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(stream):
+            _, hidden = swiglu_rows(x.new_empty(0, 2), scores, self.num_experts)
+            return linear(hidden, self.plain.shared_experts.down_proj.weight)
+
     def _rows(self, x: Tensor, num_tokens: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Every pair's row, weights and ids, and the shared expert's rows."""
         config, gate, shared = self.plain.gate.config, self.plain.gate, self.plain.shared_experts
         topk = config.num_experts_per_tok
         num_pairs = x.shape[0] * topk
         scores = linear(x, self.router_and_shared, float32=True)  # (T, E + 2 S)
+        beside = shared is not None and x.is_cuda and x.shape[0] <= MAX_TOKENS_BESIDE
+        shared_out = self._shared_beside(x, scores) if beside else None
         args = (scores, gate.e_score_correction_bias, num_tokens, topk, config.norm_topk_prob)
         size, down_size = self.products.block_sizes(num_pairs)
         if num_pairs <= MAX_PAIR_BLOCKS and size == down_size:
@@ -93,10 +106,18 @@ class FusedExperts:
             if down_size != size:
                 down_blocks = align_blocks(ids, ranks, counts, down_size)
         gate_up = self.products.gate_up(x, blocks, topk)
-        hidden, shared_hidden = swiglu_rows(gate_up, None if shared is None else scores, self.num_experts)
+        hidden, shared_hidden = swiglu_rows(gate_up, None if shared is None or beside else scores, self.num_experts)
         rows = self.products.down(hidden, down_blocks)
-        shared_out = None if shared is None else linear(shared_hidden, shared.down_proj.weight)
+        if beside:
+            torch.cuda.current_stream(x.device).wait_stream(_side_stream(x.device))
+        elif shared is not None:
+            shared_out = linear(shared_hidden, shared.down_proj.weight)
         return rows, weights, ids, shared_out
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class FusedSwiGLU:

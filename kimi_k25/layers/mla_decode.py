@@ -2,7 +2,7 @@
 
 FlashInfer's wrapper wants the lengths on the host before every replay of a decode graph, about as much host work as
 the step has time; here a kernel reads the block table and the lengths itself. Keys are split over programs, the parts
-merged by a second kernel in a fixed order. layers/mla.py's latent_attention defines the result.
+merged by a second kernel in a fixed order. layers/mla.py's decode and latent_attention define the result.
 """
 
 from __future__ import annotations
@@ -12,19 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["decode_attention", "num_key_splits"]
+from .operators import kernel_op
+
+__all__ = ["absorb_queries", "attend_parts", "merge_and_project", "merge_parts", "num_key_splits"]
 
 NUM_PROGRAMS = 264  # Two for each multiprocessor of a Hopper chip.
 
 
 def num_key_splits(num_seqs: int) -> int:
     """Into how many parts each sequence's keys are divided: a power of two that depends on the batch size alone."""
-    return 1 << max(0, min(6, (NUM_PROGRAMS // max(num_seqs, 1)).bit_length() - 1))
-
-
-def split_config(num_seqs: int) -> tuple[int, int, int]:
-    """Keys of one iteration, warps and stages."""
-    return 32, 4, 2
+    return 1 << max(0, min(5, (NUM_PROGRAMS // max(num_seqs, 1)).bit_length() - 1))
 
 
 @triton.jit
@@ -105,8 +102,48 @@ def _merge_kernel(
     tl.store(out + (b * H + h) * C + c, tl.sum(values * weight[:, None], 0).to(out.dtype.element_ty), mask=c < C)
 
 
-@torch.library.custom_op("kimi_k25::decode_attention", mutates_args=())
-def decode_attention(
+@triton.jit
+def _absorb_kernel(
+    q, kv_b, out, B, H: tl.constexpr, C: tl.constexpr, DN: tl.constexpr, DV: tl.constexpr, QK: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(0)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    d = tl.arange(0, BLOCK_D)
+    mask = (d[:, None] < DN) & (c[None, :] < C)
+    w = tl.load(kv_b + (h * (DN + DV) + d[:, None]) * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
+    for b in range(B):
+        query = tl.load(q + (b * H + h) * QK + d, mask=d < DN, other=0.0).to(tl.float32)
+        row = tl.sum(w * query[:, None], 0)
+        tl.store(out + (b * H + h) * C + c, row.to(out.dtype.element_ty), mask=c < C)
+
+
+@triton.jit
+def _merge_project_kernel(
+    parts, weights, kv_b, out, H: tl.constexpr, C: tl.constexpr, DN: tl.constexpr, DV: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    i = tl.arange(0, SPLITS)
+    weight = tl.load(weights + (b * SPLITS + i) * H + h)
+    highest = tl.max(weight, 0)
+    total = tl.sum(tl.exp2(weight - highest), 0)
+    c = tl.arange(0, BLOCK_C)
+    latent = tl.zeros((BLOCK_C,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        row = (b * SPLITS + split) * H + h
+        share = tl.exp2(tl.load(weights + row) - highest) / total
+        latent += share * tl.load(parts + row * C + c, mask=c < C, other=0.0)
+    latent = latent.to(out.dtype.element_ty).to(tl.float32)
+    mask = (v[:, None] < DV) & (c[None, :] < C)
+    w = tl.load(kv_b + (h * (DN + DV) + DN + v[:, None]) * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
+    projected = tl.sum(w * latent[None, :], 1).to(out.dtype.element_ty)
+    tl.store(out + (b * H + h) * DV + v, projected, mask=v < DV)
+
+
+@kernel_op()
+def attend_parts(
     q_latent: Tensor,
     q: Tensor,
     cos: Tensor,
@@ -115,8 +152,8 @@ def decode_attention(
     block_table: Tensor,
     seq_lens: Tensor,
     scale: float,
-) -> Tensor:
-    """One query a sequence over its cached latents; the query's rope happens inside.
+) -> tuple[Tensor, Tensor]:
+    """One query a sequence over parts of its cached latents; the query's rope happens inside.
 
     Args:
         q_latent: (num_seqs, num_heads, kv_lora_rank), contiguous.
@@ -127,7 +164,8 @@ def decode_attention(
         scale: Of the softmax.
 
     Returns:
-        (num_seqs, num_heads, kv_lora_rank).
+        Every part's attention, (num_seqs, parts, num_heads, kv_lora_rank) float32, and the logarithm to base 2 of
+        its weight, (num_seqs, parts, num_heads) float32; minus infinity where a part has no keys.
     """
     num_seqs, num_heads, rank = q_latent.shape
     rope_dim = 2 * cos.shape[1]
@@ -135,26 +173,82 @@ def decode_attention(
     splits = num_key_splits(num_seqs)
     parts = torch.empty(num_seqs, splits, num_heads, rank, dtype=torch.float32, device=q.device)
     weights = torch.empty(num_seqs, splits, num_heads, dtype=torch.float32, device=q.device)
-    block_l, warps, stages = split_config(num_seqs)
-    block_c = max(16, triton.next_power_of_2(rank))
     _split_kernel[(num_seqs, splits, -(-num_heads // 16))](
         q_latent, q, cos, sin, pages, block_table, seq_lens, parts, weights, scale * 1.4426950408889634,
         block_table.stride(0),
         H=num_heads, C=rank, DN=q.shape[2] - rope_dim, DR=rope_dim, PAGE=pages.shape[1], SPLITS=splits,
-        BLOCK_H=16, BLOCK_C=block_c, BLOCK_R=max(16, triton.next_power_of_2(rope_dim // 2)), BLOCK_L=block_l,
-        WIDEN=not q.is_cuda, num_warps=warps, num_stages=stages,
+        BLOCK_H=16, BLOCK_C=max(16, triton.next_power_of_2(rank)),
+        BLOCK_R=max(16, triton.next_power_of_2(rope_dim // 2)), BLOCK_L=32, WIDEN=not q.is_cuda, num_warps=4,
+        num_stages=2,
     )  # fmt: skip
-    out = torch.empty_like(q_latent)
-    merge_c = min(block_c, 128)
-    _merge_kernel[(num_seqs, num_heads, -(-rank // merge_c))](
-        parts, weights, out, H=num_heads, C=rank, SPLITS=splits, BLOCK_C=merge_c
+    return parts, weights
+
+
+@attend_parts.register_fake
+def _(
+    q_latent: Tensor, q: Tensor, cos: Tensor, sin: Tensor, pages: Tensor, block_table: Tensor, seq_lens: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    num_seqs, num_heads, rank = q_latent.shape
+    weights = q.new_empty(num_seqs, num_key_splits(num_seqs), num_heads, dtype=torch.float32)
+    return weights.new_empty(*weights.shape, rank), weights
+
+
+@kernel_op()
+def merge_parts(parts: Tensor, weights: Tensor, like: Tensor) -> Tensor:
+    """The parts of attend_parts put together, (num_seqs, num_heads, kv_lora_rank) in the dtype of `like`."""
+    num_seqs, splits, num_heads, rank = parts.shape
+    out = like.new_empty(num_seqs, num_heads, rank)
+    block = min(128, max(16, triton.next_power_of_2(rank)))
+    _merge_kernel[(num_seqs, num_heads, -(-rank // block))](
+        parts, weights, out, H=num_heads, C=rank, SPLITS=splits, BLOCK_C=block
     )
     return out
 
 
-@decode_attention.register_fake
-def _(
-    q_latent: Tensor, q: Tensor, cos: Tensor, sin: Tensor, pages: Tensor, block_table: Tensor, seq_lens: Tensor,
-    scale: float,
-) -> Tensor:  # fmt: skip
-    return torch.empty_like(q_latent)
+@merge_parts.register_fake
+def _(parts: Tensor, weights: Tensor, like: Tensor) -> Tensor:
+    return like.new_empty(parts.shape[0], parts.shape[2], parts.shape[3])
+
+
+@kernel_op()
+def absorb_queries(q: Tensor, kv_b: Tensor, nope_dim: int) -> Tensor:
+    """Queries of few sequences through the keys' half of kv_b_proj: (B, N, Dn + Dr) to (B, N, C).
+
+    Args:
+        q: (B, N, Dn + Dr), contiguous.
+        kv_b: (N * (Dn + Dv), C), contiguous.
+    """
+    (num_seqs, num_heads, head_dim), rank = q.shape, kv_b.shape[1]
+    assert q.is_contiguous() and kv_b.is_contiguous()
+    out = q.new_empty(num_seqs, num_heads, rank)
+    block = min(32, triton.next_power_of_2(rank))
+    _absorb_kernel[(num_heads, -(-rank // block))](
+        q, kv_b, out, num_seqs, H=num_heads, C=rank, DN=nope_dim, DV=kv_b.shape[0] // num_heads - nope_dim,
+        QK=head_dim, BLOCK_D=triton.next_power_of_2(nope_dim), BLOCK_C=block,
+    )  # fmt: skip
+    return out
+
+
+@absorb_queries.register_fake
+def _(q: Tensor, kv_b: Tensor, nope_dim: int) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], kv_b.shape[1])
+
+
+@kernel_op()
+def merge_and_project(parts: Tensor, weights: Tensor, kv_b: Tensor, nope_dim: int) -> Tensor:
+    """merge_parts and the values' half of kv_b_proj in one launch, for few sequences: (B, N, Dv)."""
+    num_seqs, splits, num_heads, rank = parts.shape
+    v_dim = kv_b.shape[0] // num_heads - nope_dim
+    out = kv_b.new_empty(num_seqs, num_heads, v_dim)
+    block = min(16, triton.next_power_of_2(v_dim))
+    _merge_project_kernel[(num_seqs, num_heads, -(-v_dim // block))](
+        parts, weights, kv_b, out, H=num_heads, C=rank, DN=nope_dim, DV=v_dim, SPLITS=splits,
+        BLOCK_C=triton.next_power_of_2(rank), BLOCK_V=block,
+    )  # fmt: skip
+    return out
+
+
+@merge_and_project.register_fake
+def _(parts: Tensor, weights: Tensor, kv_b: Tensor, nope_dim: int) -> Tensor:
+    return kv_b.new_empty(parts.shape[0], parts.shape[2], kv_b.shape[0] // parts.shape[2] - nope_dim)

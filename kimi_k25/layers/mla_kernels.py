@@ -7,10 +7,11 @@ Triton decides when a kernel is defined whether it is compiled or interpreted (T
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .operators import kernel_op
 
 __all__ = ["assemble_prefill", "norm_rope_append"]
 
@@ -58,7 +59,7 @@ def _norm_rope_append_kernel(
             tl.store(cached + C + 2 * j + 1, second, mask=j < half)
 
 
-@torch.library.custom_op("kimi_k25::norm_rope_append", mutates_args=("pages",))
+@kernel_op(mutates_args=("pages",))
 def norm_rope_append(
     qkv_a: Tensor,
     q_weight: Tensor,
@@ -134,7 +135,7 @@ def _assemble_prefill_kernel(
     tl.store(key + DN + r, tl.broadcast_to(k_pe, (BLOCK_H, 2 * BLOCK_R)), mask=(h < H) & (r < DR))
 
 
-@torch.library.custom_op("kimi_k25::assemble_prefill", mutates_args=("q", "k"))
+@kernel_op(mutates_args=("q", "k"))
 def assemble_prefill(q: Tensor, kv_b: Tensor, kv: Tensor, cos: Tensor, sin: Tensor, k: Tensor) -> None:
     """Rotates the queries in place and writes every head's key.
 

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .operators import kernel_op
+
 __all__ = [
     "add_norm_rows",
     "align_blocks",
@@ -82,7 +84,7 @@ def _launch_route(
     )  # fmt: skip
 
 
-@torch.library.custom_op("kimi_k25::route", mutates_args=())
+@kernel_op()
 def route(
     logits: Tensor,
     bias: Tensor,
@@ -120,7 +122,7 @@ def _(
     return logits.new_empty(shape, dtype=torch.float32), ids, torch.empty_like(ids), counts
 
 
-@torch.library.custom_op("kimi_k25::route_to_pair_blocks", mutates_args=())
+@kernel_op()
 def route_to_pair_blocks(
     logits: Tensor,
     bias: Tensor,
@@ -192,7 +194,7 @@ def _align_kernel(
             tl.store(num_rows, total * M)
 
 
-@torch.library.custom_op("kimi_k25::align_blocks", mutates_args=())
+@kernel_op()
 def align_blocks(ids: Tensor, ranks: Tensor, counts: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Lays the pairs out in blocks of one expert each, as an indexed grouped product reads them.
 
@@ -255,7 +257,7 @@ def _permute_kernel(
             tl.store(places + token * K + k, place)
 
 
-@torch.library.custom_op("kimi_k25::permute_rows", mutates_args=())
+@kernel_op()
 def permute_rows(x: Tensor, ids: Tensor, ranks: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Copies each token's row to its K places, sorted by expert.
 
@@ -312,7 +314,7 @@ def _swiglu_kernel(
         tl.store(shared_out + token * S + j, shared_value, mask=shared_mask)
 
 
-@torch.library.custom_op("kimi_k25::swiglu_rows", mutates_args=())
+@kernel_op()
 def swiglu_rows(gate_up: Tensor, shared: Tensor | None, shared_offset: int) -> tuple[Tensor, Tensor]:
     """silu(gate) * up of the routed rows, and of the shared expert's in the same launch.
 
@@ -369,7 +371,7 @@ def _combine_kernel(
     tl.store(out + token * H + h, acc, mask=h < H)
 
 
-@torch.library.custom_op("kimi_k25::combine_rows", mutates_args=())
+@kernel_op()
 def combine_rows(
     rows: Tensor, places: Tensor | None, weights: Tensor, ids: Tensor, shared: Tensor | None, num_experts: int
 ) -> Tensor:
@@ -428,7 +430,7 @@ def _add_norm_kernel(
     tl.store(normed + token * H + h, (w * x.to(dtype).to(tl.float32)).to(dtype), mask=h < H)
 
 
-@torch.library.custom_op("kimi_k25::add_norm_rows", mutates_args=("residual",))
+@kernel_op(mutates_args=("residual",))
 def add_norm_rows(
     rows: Tensor, weights: Tensor, ids: Tensor, shared: Tensor | None, residual: Tensor, norm_weight: Tensor,
     eps: float, num_experts: int,
