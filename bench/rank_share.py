@@ -379,7 +379,10 @@ def main() -> None:
             call = steps.run(step, graphs=mode != "eager")
             timing = measure(call, rounds=args.rounds if mode != "eager" else max(5, args.rounds // 3))
             row = {"phase": phase, "tokens": num_tokens, "batch": seqs, "mode": mode, **asdict(timing)}
-            rows.append(row | {"floor_ms": round(floor, 3), "experts_hit": round(hit, 1)})
+            same_bits = torch.equal(call(), call())
+            rows.append(
+                row | {"floor_ms": round(floor, 3), "experts_hit": round(hit, 1), "repeats_bitwise": same_bits}
+            )
             if args.profile and mode != "eager":
                 profiles[f"{phase} {num_tokens}"] = profile_kernels(call, calls=3)
     result = {
@@ -416,10 +419,10 @@ def main() -> None:
         )
     print()
     print_table(
-        ["phase", "tokens", "mode", "median ms", "p10", "p90", "floor ms", "x floor", "experts"],
+        ["phase", "tokens", "mode", "median ms", "p10", "p90", "floor ms", "x floor", "experts", "same bits"],
         [
             [r["phase"], r["tokens"], r["mode"], r["median_ms"], r["p10_ms"], r["p90_ms"], r["floor_ms"],
-             r["median_ms"] / r["floor_ms"], r["experts_hit"]]
+             r["median_ms"] / r["floor_ms"], r["experts_hit"], r["repeats_bitwise"]]
             for r in rows
         ],
     )  # fmt: skip
