@@ -1,11 +1,14 @@
 """Generation: golden tokens however a prompt is chunked and batched, and every way that it ends."""
 
+import random
 from dataclasses import replace
 
 import expecttest
 import pytest
 import torch
 from golden import GOLDENS, PROMPTS, TENSORS, golden_prompt, logits_of, new_model, shared_model
+from random_models import make_config, make_ids
+from random_models import make_model as make_random_model
 
 from kimi_k25.engine import Engine, Prompt, SamplingParams
 from kimi_k25.layers.kv_cache import CachedSequence, CacheFullError, PagedKVCache
@@ -93,6 +96,65 @@ def test_logits_of_every_decode_step_equal_the_whole_forward(weights, name):
     torch.testing.assert_close(torch.cat(steps), whole, rtol=0, atol=ATOL)
     golden = TENSORS[f"{weights}.fp32.{name}.logits"]
     torch.testing.assert_close(steps[0][-len(golden) :], golden, rtol=0, atol=ATOL)
+
+
+@torch.no_grad()
+def test_prompts_of_one_token_alone_and_beside_a_long_one():
+    model = make_model()
+    prompts = [Prompt(input_ids=torch.tensor([i])) for i in (0, 387, 639)]
+    expected = []
+    for prompt in prompts:
+        ids = prompt.input_ids
+        for _ in range(4):
+            ids = torch.cat((ids, model(ids)[-1:].argmax(-1)))
+        expected.append(ids[1:].tolist())
+    few = replace(GREEDY, max_new_tokens=4)
+
+    alone = [tokens_of(Engine(model), [prompt], few)[0][0] for prompt in prompts]
+    together, _ = tokens_of(Engine(model, prefill_chunk=2), prompts, few)
+    beside, _ = tokens_of(Engine(model), [golden_prompt("text"), *prompts], few)
+
+    assert alone == together == expected
+    assert beside == [golden_ids("base", "text")[:4], *expected]
+
+
+def test_calls_that_take_turns_over_one_cache_do_not_mix():
+    model = make_model()
+    engine = Engine(model, cache=make_cache(model), prefill_chunk=9)
+
+    turns = zip(*(engine.generate([golden_prompt(name)], GREEDY) for name in PROMPTS), strict=True)
+
+    for name, tokens in zip(PROMPTS, zip(*turns, strict=True), strict=True):
+        assert [token.token_id for token in tokens] == golden_ids("base", name)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@torch.no_grad()
+def test_any_batch_in_any_chunks_over_any_pages_equals_each_prompt_alone(seed):
+    rng = random.Random(seed)
+    shape = rng.choice([{}, {"n_routed_experts": 12, "n_group": 4, "topk_group": 2}, {"rope_scaling": None}])
+    model = make_random_model(make_config(int4=rng.random() < 0.5, **shape), seed)
+    stop = frozenset(rng.sample(range(640), 60))
+    model.config = replace(model.config, stop_token_ids=stop)
+    lengths = [rng.randint(1, 18) for _ in range(rng.randint(1, 4))]
+    prompts = [Prompt(input_ids=make_ids(model.config, n, seed + n)) for n in lengths]
+    cache = make_cache(model, max_seq_len=max(lengths) + 10 + rng.randint(0, 9), page_size=rng.choice([1, 3, 7, 64]))
+    cache.layers.normal_()  # What earlier sequences left.
+
+    ids, reasons = tokens_of(
+        Engine(model, cache=cache, prefill_chunk=rng.choice([1, 2, 3, 8, 21])),
+        prompts,
+        SamplingParams(max_new_tokens=10, temperature=0),
+    )
+
+    for prompt, new, reason in zip(prompts, ids, reasons, strict=True):
+        n, whole = prompt.input_ids.shape[0], torch.cat((prompt.input_ids, torch.tensor(new)))
+        logits = model(whole)[n - 1 : -1]
+        logits[:, model.config.media_placeholder_token_id] = -torch.inf
+        picked = logits.gather(-1, whole[n:, None])[:, 0]
+        assert (logits.amax(-1) - picked).max() <= ATOL  # The likeliest, or as good as that.
+        assert not stop & set(new[:-1]) and reason == ("stop" if new[-1] in stop else "length")
+        assert reason == "stop" or len(new) == 10
 
 
 def test_a_cache_serves_one_call_after_the_other():

@@ -5,11 +5,23 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from golden import GOLDENS, PROMPTS, TENSORS, distance, golden_prompt, logits_of, media, new_model, shared_model
+from golden import (
+    FOLDERS,
+    GOLDENS,
+    PROMPTS,
+    TENSORS,
+    distance,
+    golden_prompt,
+    logits_of,
+    media,
+    new_model,
+    shared_model,
+)
+from oracle_media import make_frames, make_image
 from torch import nn
 
-from kimi_k25 import vision_tower
-from kimi_k25.layers import int4
+from kimi_k25 import load_processor, vision_tower
+from kimi_k25.layers import int4, moe
 from kimi_k25.layers.rope import yarn_inv_freq
 
 # float32: sums in another order differ by 7e-5 at most; the smallest mistake that matters by 2.4e-4.
@@ -98,6 +110,28 @@ def test_vision_features_in_bfloat16(name):
     assert (found.float() - golden).abs().mean() < 0.02 * golden.std()
 
 
+@pytest.mark.parametrize("folder", FOLDERS.values(), ids=FOLDERS)
+def test_the_processor_makes_the_golden_prompts_of_messages(folder):
+    processor = load_processor(folder)
+    pictures = {letter: make_image(letter) for letter in "ABD"}
+
+    batches = {
+        "text": processor("What is the answer? 你好世界"),
+        "image": processor("Describe this picture.", images=[pictures["A"]]),
+        "two_images": processor("the other thing", images=[pictures["B"], pictures["D"]], thinking=False),
+        "video": processor("What is the video?", videos=[(make_frames(7), 2.0)]),
+    }
+
+    for name, batch in batches.items():
+        prompt = golden_prompt(name)
+        assert torch.equal(batch.input_ids, prompt.input_ids)
+        if name == "text":
+            assert batch.pixel_values is None and batch.grid_thws is None
+            continue
+        assert torch.equal(batch.pixel_values, prompt.pixel_values)
+        assert torch.equal(batch.grid_thws, prompt.grid_thws)
+
+
 def test_prompts_are_those_of_the_goldens():
     for name in PROMPTS[1:]:
         assert media(name)[1].tolist() == GOLDENS["prompts"][name]["grids"]
@@ -130,6 +164,18 @@ def plain_softmax_scale(model, _monkeypatch):
 def no_correction_bias(model, _monkeypatch):
     for layer in model.language_model.model.layers[1:]:
         layer.mlp.gate.e_score_correction_bias.zero_()
+
+
+def biased_scores_as_weights(_model, monkeypatch):
+    original = moe.Router.forward
+
+    def forward(self, x):
+        _, ids = original(self, x)
+        biased = F.linear(x, self.weight).sigmoid() + self.e_score_correction_bias
+        weights = biased.gather(-1, ids)
+        return weights / weights.sum(-1, keepdim=True) * 2.827, ids
+
+    monkeypatch.setattr(moe.Router, "forward", forward)
 
 
 def shared_expert_scaled_too(model, _monkeypatch):
@@ -209,6 +255,7 @@ MISTAKES = [
     (yarn_beta_fast_of_k2, "base", "image"),
     (plain_softmax_scale, "base", "text"),
     (no_correction_bias, "base", "text"),
+    (biased_scores_as_weights, "base", "text"),
     (shared_expert_scaled_too, "base", "text"),
     (erf_gelu_in_the_tower, "base", "image"),
     (tanh_gelu_in_the_projector, "base", "image"),

@@ -318,6 +318,14 @@ def test_keys_are_those_of_the_goldens_checkpoint_with_its_experts_stacked():
     assert "language_model.lm_head.weight" in keys and "language_model.model.embed_tokens.weight" in keys
 
 
+def test_weights_under_the_aliass_name_are_refused():
+    model = make_model()
+    state = {key.replace("language_model.", "model."): tensor for key, tensor in model.state_dict().items()}
+
+    with pytest.raises(RuntimeError, match=r"Missing key.*language_model\.lm_head(.|\n)*Unexpected.*model\.lm_head"):
+        model.load_state_dict(state)
+
+
 def test_a_copy_is_independent_and_has_its_own_alias():
     model = make_model()
 
