@@ -96,8 +96,8 @@ def _check_marked(
     if isinstance(factory, str):
         try:
             module = build(factory, arguments or {}, device)
-        except FactoryError as error:
-            pytest.fail(str(error), pytrace=False)
+        except (FactoryError, ValueError) as error:
+            raise pytest.fail.Exception(str(error), pytrace=False) from None
     else:
         with torch.device(device):
             module = factory(**(arguments or {}))
@@ -127,7 +127,7 @@ def _check(
         try:
             report += check_manifest(module, path, allow_added=allow_added)
         except UnreadableFileError as error:
-            pytest.fail(str(error), pytrace=False)
+            raise pytest.fail.Exception(str(error), pytrace=False) from None
     if not report.ok:
         again = "\nif this is meant: pytest --aliasmix-update, then review the manifest's diff" if manifest else ""
         pytest.fail(f"{type(module).__name__} is not clean\n{report.render()}{again}", pytrace=False)

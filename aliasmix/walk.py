@@ -53,10 +53,16 @@ class Walk:
 
 
 def walk(root: nn.Module) -> Walk:
-    """Walks the registered modules in the order of state_dict()."""
+    """Walks the registered modules in the order of state_dict().
+
+    Raises:
+        TypeError: The root is no module, such as a class that nobody has called.
+    """
+    if not isinstance(root, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, found {root!r}; is it a class that is still to be called?")
     result = Walk({}, {}, [], [])
     ancestors: dict[int, str] = {}
-    # A module is entered when it is popped first, and left when its marker (None) is.
+    # A module is entered when it is popped first, and left when it comes up a second time.
     stack: list[tuple[str, nn.Module, bool]] = [("", root, False)]
     while stack:
         path, module, is_leaving = stack.pop()

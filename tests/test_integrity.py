@@ -557,3 +557,8 @@ def test_many_duplicates_and_nested_views_are_told_in_seconds():
     assert time.process_time() - began < 5  # 0.2; it was 25 with every pair compared
     assert codes.count("DUP_MODULE") == 1000
     assert codes.count("SHARED_STORAGE") == 1
+
+
+def test_a_class_in_place_of_a_module_is_named():
+    with pytest.raises(TypeError, match=r"found <class '.*Linear'>; is it a class that is still to be called\?"):
+        check_module(nn.Linear)

@@ -227,13 +227,19 @@ def test_a_marked_test_is_preceded_by_the_check(session):
         @pytest.mark.aliasmix("wrappers:Gone")
         def test_gone():
             pass
+
+        @pytest.mark.aliasmix("wrappers")
+        def test_of_no_factory():
+            pass
         """,
         "--aliasmix-update",
     )
 
-    result.assert_outcomes(passed=1, failed=2)
+    result.assert_outcomes(passed=1, failed=3)
     result.stdout.fnmatch_lines(["error DUP_MODULE language_model = model"])
     result.stdout.fnmatch_lines(["wrappers:Gone: wrappers has no 'Gone'"])
+    result.stdout.fnmatch_lines(["'wrappers' is not of the form 'package.module:factory'"])
+    result.stdout.no_fnmatch_line("*above exception*")
     result.stdout.no_fnmatch_line("*never comes here*")
 
 
