@@ -54,7 +54,8 @@ class Manifest:
             ValueError: A lazy parameter has no shape yet.
         """
         from aliasmix.alias import aliases
-        from aliasmix.walk import describe, extent, join, state_values, storage_key, walk
+        from aliasmix.storage import extent, storage_key
+        from aliasmix.walk import describe, join, state_values, walk
 
         found = walk(module)
         values = state_values(found)

@@ -6,7 +6,6 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from aliasmix.alias import ReadOnlyAlias
@@ -14,7 +13,8 @@ from aliasmix.alias import aliases as aliases_of
 from aliasmix.guard import is_guarded
 from aliasmix.names import is_under, parse_rule, prefixes, replace_prefix
 from aliasmix.report import Finding, Report, finding
-from aliasmix.walk import Slot, Walk, extent, join, overlap, storage_key, walk
+from aliasmix.storage import extent, overlap, span, storage_key
+from aliasmix.walk import Slot, Walk, join, walk
 
 
 def check_module(
@@ -213,7 +213,7 @@ def _views(slots: list[Slot], ties: _Ties) -> Iterator[Finding]:
         return i
 
     open_views: list[tuple[int, int]] = []
-    for begin, end, i in sorted((*_span(slot.tensor), i) for i, slot in enumerate(slots)):
+    for begin, end, i in sorted((*span(slot.tensor), i) for i, slot in enumerate(slots)):
         open_views = [(other_end, j) for other_end, j in open_views if other_end > begin]
         for _, j in open_views:
             if top(i) != top(j) and overlap(slots[i].tensor, slots[j].tensor):
@@ -236,16 +236,6 @@ def _views(slots: list[Slot], ties: _Ties) -> Iterator[Finding]:
     if len(groups) > 1:
         names = [names[0] for names in groups.values()]
         yield finding("DISJOINT_VIEWS", names, f"{len(names):,} tensors are slices of one storage and do not overlap")
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns the first byte and the one past the last that a tensor touches in its storage."""
-    place = extent(tensor)
-    if place is None or 0 in place[1]:
-        return 0, 0
-    offset, shape, strides, size = place
-    last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-    return offset * size, (last + 1) * size
 
 
 def _shadowed(found: Walk) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""What is registered in a module, under which names and in which memory. Judges nothing.
+"""What is registered in a module, under which names. Judges nothing.
 
 nn.Module's own walks recurse for ever on a module that contains itself, and name a module once only; this walk is
 a loop, ends on cycles, and keeps every name.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -123,59 +122,3 @@ def describe(value: object) -> TensorInfo:
         raise ValueError("a lazy module has no shapes before its first forward; run one, then check")
     kind = "param" if isinstance(value, nn.Parameter) else "buffer"
     return TensorInfo(tuple(int(n) for n in value.shape), str(value.dtype).removeprefix("torch."), kind)
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """Returns a number that two tensors share exactly if they share their memory.
-
-    The address of the data will not do: it is 0 for every tensor on the meta device and every empty one. The
-    storage object's own address tells them apart; a tensor without a storage (sparse, lazy) stands for itself.
-    """
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError, AttributeError, ValueError):
-        return id(tensor)
-
-
-def extent(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...], int] | None:
-    """Returns (offset, shape, strides, element size), offset and strides in elements; None without strides."""
-    try:
-        shape = tuple(int(n) for n in tensor.shape)
-        return int(tensor.storage_offset()), shape, tuple(int(n) for n in tensor.stride()), tensor.element_size()
-    except (NotImplementedError, RuntimeError):
-        return None
-
-
-def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one storage have an element in common.
-
-    Exact for slices of one contiguous tensor, along any dimension; for other layouts whether the spans overlap.
-    """
-    first, second = extent(a), extent(b)
-    if first is None or second is None:
-        return a is b
-    if not prod(first[1]) or not prod(second[1]):
-        return False
-    spans = []
-    for offset, shape, strides, size in (first, second):
-        last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-        spans.append((offset * size, (last + 1) * size))
-    if spans[0][1] <= spans[1][0] or spans[1][1] <= spans[0][0]:
-        return False
-    if first[2] != second[2] or first[3] != second[3]:
-        return True
-    # The same strides: write each offset as coordinates of the common base, and compare the ranges of each one.
-    left, right = first[0], second[0]
-    outer_step, is_apart = 0, False
-    for dim in sorted(range(len(first[2])), key=lambda dim: -first[2][dim]):
-        step = first[2][dim]
-        if step <= 0:
-            return True
-        (i, left), (j, right) = divmod(left, step), divmod(right, step)
-        if outer_step and (max(i + first[1][dim], j + second[1][dim])) * step > outer_step:
-            return True  # wraps round into the next row: no slice of a contiguous tensor
-        is_apart |= i + first[1][dim] <= j or j + second[1][dim] <= i
-        outer_step = step
-    # What is left of the offsets is the place in a dimension that was indexed away, as in `x[:, 3]`.
-    is_apart |= left != right and all(step % outer_step == 0 for step in first[2])
-    return not is_apart

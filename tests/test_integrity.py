@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from aliasmix import GuardedSetattrMixin, ReadOnlyAlias
 from aliasmix.integrity import assert_clean, check_module
-from aliasmix.walk import overlap, walk
+from aliasmix.storage import overlap
+from aliasmix.walk import walk
 
 
 class Inner(nn.Module):
