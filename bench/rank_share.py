@@ -237,8 +237,27 @@ def floor_ms(c: TextConfig, ceilings: Ceilings, *, tokens: int, seqs: int, conte
     return ceilings.floor_ms(num_bytes, operations)
 
 
+def balanced_bias(scores: Tensor, topk: int, *, rounds: int = 60) -> Tensor:
+    """A correction bias under which every expert gets its share of these tokens.
+
+    Each expert's threshold is what it exceeds as often as it should be chosen; then the busy ones step down and the
+    idle ones up, as in training. Equal mean scores would not do: who varies most would be chosen most.
+
+    Args:
+        scores: Sigmoids, (num_tokens, num_experts).
+    """
+    num_tokens, num_experts = scores.shape
+    share = topk / num_experts
+    bias = -scores.float().quantile(1 - share, dim=0)
+    for i in range(rounds):
+        chosen = (scores + bias).topk(topk, -1).indices
+        load = torch.bincount(chosen.flatten(), minlength=num_experts) / (num_tokens * share)
+        bias = bias - 0.02 * (1 - i / rounds) * (load - 1).clamp(-1, 1)
+    return bias - bias.mean()
+
+
 def balance_routers(call: Callable[[], object]) -> None:
-    """Sets every router's correction bias so that its experts score alike on average, as training leaves it.
+    """Sets every router's correction bias so that the experts share the tokens of this step, as training leaves it.
 
     Random layers give all tokens a common part, which random routers turn into favourites.
     """
@@ -247,7 +266,7 @@ def balance_routers(call: Callable[[], object]) -> None:
     route = fused_moe.route
 
     def balanced(logits: Tensor, bias: Tensor, *args: Any) -> Any:
-        bias.copy_(0.5 - logits[:, : bias.shape[0]].sigmoid().mean(0))
+        bias.copy_(balanced_bias(logits[:, : bias.shape[0]].sigmoid(), TOPK))
         return route(logits, bias, *args)
 
     fused_moe.route = balanced  # type: ignore[assignment]

@@ -5,7 +5,8 @@ Source: DeepSeek-V3, arXiv 2412.19437, with Kimi-K2's sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -54,6 +55,13 @@ class DecoderLayer(nn.Module):
         return x, residual
 
 
+class FastStack(Protocol):
+    """DeepseekV3Model.forward on other kernels, with weights derived from its parameters: see fast_decoder.py."""
+
+    def __call__(self, inputs_embeds: Tensor, batch: AttentionBatch) -> Tensor: ...
+    def refresh_derived(self) -> None: ...
+
+
 class DeepseekV3Model(nn.Module):
     """Token embedding, decoder layers, final norm."""
 
@@ -67,7 +75,13 @@ class DeepseekV3Model(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rope = TextRope(config)
         # The same function on other kernels: backend.use_backend sets it, visibly. It registers nothing.
-        self.fast: Callable[[Tensor, AttentionBatch], Tensor] | None = None
+        self.fast: FastStack | None = None
+        self.register_load_state_dict_post_hook(lambda module, keys: self.refresh_derived())
+
+    def refresh_derived(self) -> None:
+        """Rebuilds what the fast kernels derive from the parameters, in place; every load calls it."""
+        if self.fast is not None:
+            self.fast.refresh_derived()
 
     def forward(self, inputs_embeds: Tensor, batch: AttentionBatch) -> Tensor:
         """
