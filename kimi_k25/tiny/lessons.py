@@ -20,6 +20,7 @@ from kimi_k25.tiny.questions import (
     DIRECTIONS,
     MAX_COUNT,
     PLACES,
+    REASONING,
     SHAPES,
     Question,
     arithmetic,
@@ -140,6 +141,8 @@ class Teacher:
         rng = self.rng
         if rng.random() < 0.5:
             return self._scene(rng.choice(("side", "height")), count)
+        if self.part == "train" and rng.random() < 0.5:  # One thing's place among several, on the way to comparing two.
+            return self._scene("place", count)
         place = rng.choice(PLACES)
         scene = self._single(place)
         thing = scene.things[0]
@@ -156,7 +159,7 @@ class Teacher:
             a, b = (scene.things[0] for scene in pair)
             shown = {"same_color": (a.color, b.color), "same_shape": (a.shape, b.shape)}
             questions = [
-                ask(t, "yes" if x == y else "no", rng, reasoning={"first": x, "second": y})
+                ask(t, "yes" if x == y else "no", rng, reasoning=REASONING[t].format(first=x, second=y))
                 for t, (x, y) in [(topic, shown.pop(topic)), *shown.items()]
             ]
             return [scenes.draw(scene, rng) for scene in pair], questions[:count]
@@ -170,7 +173,7 @@ class Teacher:
         rng = self.rng
         direction = rng.choice(DIRECTIONS)
         shape, places, frames = scenes.moving(direction, rng, self._size(most=scenes.MAX_FRAME_SIDE))
-        track = {"first": places[0], "second": places[-1]}
+        track = REASONING["direction"].format(first=places[0], second=places[-1])
         question = ask("direction", direction, rng, reasoning=track, thing=self._name(shape))
         return [Video(frames, rng.choice((1.0, 2.0)))], [question]
 
@@ -204,7 +207,7 @@ class Teacher:
             found = self._about_several(scene, topic)
             if found is not None:
                 break
-        rest = self._sample(("count", "count", "color", "shape_of_color", "side", "height"), count - 1)
+        rest = self._sample(("count", "count", "color", "shape_of_color", "place", "side", "height"), count - 1)
         more = (self._about_several(scene, t) for t in rest)
         questions = [found, *(question for question in more if question is not None)]
         return [scenes.draw(scene, rng)], questions + self._describe(scene)
@@ -243,16 +246,21 @@ class Teacher:
             return ask(topic, lone[0].shape, rng, color=lone[0].color) if lone else None
         names = _unique_names(scene)
         rng.shuffle(names)
+        if topic == "place":
+            clear = [(name, thing) for name, thing in names if _is_clear(thing.x) and _is_clear(thing.y)]
+            return ask(topic, _place(clear[0][1]), rng, named=True, thing=clear[0][0]) if clear else None
         for (a, first), (b, second) in itertools.pairwise(names):
             gap = first.x - second.x if topic == "side" else first.y - second.y
             if abs(gap) > 0.2:
                 answer = ("left", "right") if topic == "side" else ("above", "below")
-                track = {"first": _place(first), "second": _place(second)}
-                return ask(topic, answer[gap > 0], rng, reasoning=track, a=a, b=b)
+                places = f"The {a} is {_place(first)}, the {b} is {_place(second)}."
+                return ask(topic, answer[gap > 0], rng, reasoning=places, a=a, b=b)
         return None
 
     def _how_many(self, scene: scenes.Scene, shape: str, color: str) -> Question:
-        return ask("count", str(scene.count(shape, color)), self.rng, things=things(shape, color))
+        found = [t for t in scene.things if shape in ("shape", t.shape) and color in ("", t.color)]
+        places = ", ".join(_place(t) for t in sorted(found, key=lambda t: t.x)) or "none"
+        return ask("count", str(len(found)), self.rng, reasoning=f"I see: {places}.", things=things(shape, color))
 
     def _kind(self, scene: scenes.Scene) -> tuple[str, str]:
         """Something to count: mostly what the picture has."""
@@ -275,7 +283,7 @@ class Teacher:
         first, second = numbers
         wins = (first > second) == (topic == "more")
         answer = "the same" if first == second else "the first" if wins else "the second"
-        reasoning = {"first": str(first), "second": str(second)}
+        reasoning = REASONING[topic].format(first=first, second=second)
         return ask(topic, answer, self.rng, reasoning=reasoning, things=things(shape, color))
 
     def _exactly(self, shape: str, color: str, number: int) -> list[tuple[str, str]]:
@@ -306,11 +314,16 @@ class Teacher:
 
 
 _TRAINING_KINDS = ("digit", "color", "shape", "count", "position", "compare", "video", "arithmetic", "unknown")
-_TRAINING_WEIGHTS = (24, 4, 12, 16, 14, 14, 8, 4, 6)
+_TRAINING_WEIGHTS = (22, 3, 8, 17, 20, 14, 7, 4, 5)
 
 
 def _place(thing: scenes.Thing) -> str:
     return scenes.place_name(thing.x, thing.y)
+
+
+def _is_clear(fraction: float) -> bool:
+    """Whether this stands well inside its third of the picture."""
+    return abs(fraction - 1 / 3) > 0.07 and abs(fraction - 2 / 3) > 0.07
 
 
 def _unique_names(scene: scenes.Scene) -> list[tuple[str, scenes.Thing]]:

@@ -245,11 +245,17 @@ class Question:
 
 
 def ask(
-    topic: str, answer: str, rng: random.Random, *, reasoning: dict[str, str] | None = None, **fill: str
+    topic: str, answer: str, rng: random.Random, *, reasoning: str = "", named: bool = False, **fill: str
 ) -> Question:
-    """A question on `topic` in a random phrasing and style, `fill` put into its places."""
-    text = style(rng.choice(PHRASINGS[topic]).format(**fill), rng)
-    return Question(KIND_OF_TOPIC[topic], text, answer, REASONING[topic].format(**(reasoning or {})))
+    """A question on `topic` in a random phrasing and style, `fill` put into its places.
+
+    Args:
+        reasoning: Instead of the topic's own.
+        named: Only a phrasing that names the thing: there are others in the picture.
+    """
+    phrasings = [p for p in PHRASINGS[topic] if "{" in p] if named else PHRASINGS[topic]
+    text = style(rng.choice(phrasings).format(**fill), rng)
+    return Question(KIND_OF_TOPIC[topic], text, answer, reasoning or REASONING[topic])
 
 
 def unanswerable(topic: str, rng: random.Random, **fill: str) -> Question:

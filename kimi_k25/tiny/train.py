@@ -241,7 +241,9 @@ def finish(training: Training, tokenizer: Tokenizer, args: argparse.Namespace) -
     main = results["bfloat16"]
     result = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": "python -m kimi_k25.tiny.train " + " ".join(sys.argv[1:]),
+        "command": "python -m kimi_k25.tiny.train "
+        + (f"--steps {args.steps}" if args.steps else f"--minutes {args.minutes:g}"),
+        "repeat": f"python -m kimi_k25.tiny.train --steps {training.steps} --lessons {args.lessons}",
         "commit": args.commit or _commit(),
         "machine": _machine(training.device),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
