@@ -50,7 +50,7 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatc
 
     monkeypatch.setattr(flashinfer_ops.importlib, "import_module", broken)
 
-    with pytest.raises(MissingLibraryError, match=r"flashinfer-python is not usable \(AssertionError: .*pip install") as e:
+    with pytest.raises(MissingLibraryError, match=r"flashinfer-python .* \(AssertionError: .*pip install") as e:
         flashinfer_ops.import_flashinfer()
     assert e.value.name == "flashinfer-python"
 
