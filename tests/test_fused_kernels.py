@@ -25,7 +25,6 @@ from kimi_k25.layers.moe_kernels import (
     align_blocks,
     combine_rows,
     max_blocks,
-    permute_rows,
     route,
     route_to_pair_blocks,
     swiglu_rows,
@@ -223,20 +222,6 @@ def test_pair_blocks_are_route_and_align_at_once():
     check_blocks(ids, sorted_ids, expert_ids, num_rows, 8, 24)
 
 
-def test_permute_rows_sorts_by_expert_and_says_where():
-    (_, ids, ranks, counts), _ = routed(21, 6, 3, real=18)
-    x = randn(21, 40)
-
-    rows, places, offsets = permute_rows(x, ids, ranks, counts)
-
-    assert torch.equal(offsets[1:].long(), counts.cumsum(0)) and offsets[0] == 0
-    for pair, expert in enumerate(ids.flatten().tolist()):
-        if expert < 6:
-            place = int(places.flatten()[pair])
-            assert offsets[expert] <= place < offsets[expert + 1]
-            assert torch.equal(rows[place], x[pair // 3])
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_swiglu_rows_serves_routed_and_shared_rows(dtype):
     gate_up, shared = randn(13, 48, dtype=dtype), randn(5, 10 + 20)
@@ -250,23 +235,18 @@ def test_swiglu_rows_serves_routed_and_shared_rows(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("use_places", [True, False])
 @pytest.mark.parametrize("use_shared", [True, False])
-def test_combine_rows_sums_real_rows_and_skips_what_nobody_wrote(use_shared, use_places, dtype):
-    (weights, ids, ranks, counts), _ = routed(9, 5, 3, real=7)
+def test_combine_rows_sums_real_rows_and_skips_what_nobody_wrote(use_shared, dtype):
+    (weights, ids, _, _), _ = routed(9, 5, 3, real=7)
     rows = randn(27, 70, dtype=dtype)
-    places = permute_rows(randn(9, 70), ids, ranks, counts)[1] if use_places else None
-    place = (torch.arange(27, device=DEVICE) if places is None else places.flatten().long())[:21].view(7, 3)
+    rows[21:] = float("nan")  # Padding: nobody wrote it.
     shared = randn(9, 70, dtype=dtype) if use_shared else None
     expected = torch.zeros(9, 70, device=DEVICE)
-    expected[:7] = (rows[place].float() * weights[:7, :, None]).sum(1)
+    expected[:7] = (rows[:21].unflatten(0, (7, 3)).float() * weights[:7, :, None]).sum(1)
     if shared is not None:
         expected += shared.float()
-    written = torch.zeros(27, dtype=torch.bool, device=DEVICE)
-    written[place.flatten()] = True
-    rows[~written] = float("nan")
 
-    out = combine_rows(rows, places, weights, ids, shared, 5)
+    out = combine_rows(rows, weights, ids, shared, 5)
 
     close(out, expected, dtype)
 
@@ -278,7 +258,7 @@ def test_add_norm_rows_is_combine_residual_and_norm(use_shared, dtype):
     rows, residual, weight = randn(27, 70, dtype=dtype), randn(9, 70, dtype=dtype), randn(70, dtype=dtype)
     rows[21:] = float("nan")  # Padding: nobody wrote it.
     shared = randn(9, 70, dtype=dtype) if use_shared else None
-    expected = combine_rows(rows, None, weights, ids, shared, 5) + residual
+    expected = combine_rows(rows, weights, ids, shared, 5) + residual
 
     normed = add_norm_rows(rows, weights, ids, shared, residual, weight, 1e-5, 5)
 
@@ -318,9 +298,8 @@ def test_every_operator_has_a_shape_without_running():
         assert (weights.dtype, ids.shape, counts.shape) == (torch.float32, (6, 4), (24,))
         assert align_blocks(ids, ranks, counts, 8)[0].shape == (24 * 8,)
         assert route_to_pair_blocks(logits, bias, None, 4, True, 1.0, 8)[2].shape == (24 * 8,)
-        rows = permute_rows(torch.empty(6, 32), ids, ranks, counts)[0]
-        assert rows.shape == (24, 32)
+        rows = torch.empty(24, 32)
         assert swiglu_rows(rows, torch.empty(6, 34), 24)[1].shape == (6, 5)
-        assert combine_rows(rows, None, weights, ids, None, 24).shape == (6, 32)
+        assert combine_rows(rows, weights, ids, None, 24).shape == (6, 32)
         assert one_row_linear(torch.empty(1, 32), torch.empty(7, 32), True).shape == (1, 7)
         assert norm_rope_append(rows, bias[:16], bias[:8], rows, rows, 1e-6, None, None)[1].shape == (24, 16)

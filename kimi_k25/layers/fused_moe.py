@@ -67,7 +67,7 @@ class FusedExperts:
     def __call__(self, x: Tensor, num_tokens: Tensor | None = None) -> Tensor:
         """Arguments and result are those of MixtureOfExperts.forward."""
         rows, weights, ids, shared_out = self._rows(x, num_tokens)
-        return combine_rows(rows, None, weights, ids, shared_out, self.num_experts)
+        return combine_rows(rows, weights, ids, shared_out, self.num_experts)
 
     def add_norm(
         self, x: Tensor, num_tokens: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float

@@ -20,7 +20,6 @@ __all__ = [
     "align_blocks",
     "combine_rows",
     "max_blocks",
-    "permute_rows",
     "route",
     "route_to_pair_blocks",
     "swiglu_rows",
@@ -235,60 +234,6 @@ def _(ids: Tensor, ranks: Tensor, counts: Tensor, block_size: int) -> tuple[Tens
 
 
 @triton.jit
-def _permute_kernel(
-    x, ids, ranks, counts, rows, places, ends, H,
-    E: tl.constexpr, K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    e = tl.arange(0, BLOCK_E)
-    count = tl.load(counts + e, mask=e < E, other=0)
-    end = tl.cumsum(count, 0)
-    if (token == 0) & (tl.program_id(1) == 0):
-        tl.store(ends + e, end - count, mask=e < E)
-        tl.store(ends + E, tl.sum(count, 0))
-    values = tl.load(x + token * H + h, mask=h < H, other=0.0)
-    for k in tl.static_range(K):
-        expert = tl.load(ids + token * K + k)
-        place = tl.sum(tl.where(e == expert, end - count, 0), 0) + tl.load(ranks + token * K + k)
-        if expert < E:
-            tl.store(rows + place.to(tl.int64) * H + h, values, mask=h < H)
-        if tl.program_id(1) == 0:
-            tl.store(places + token * K + k, place)
-
-
-@kernel_op()
-def permute_rows(x: Tensor, ids: Tensor, ranks: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Copies each token's row to its K places, sorted by expert.
-
-    Args:
-        x: (T, H), contiguous.
-        ids, ranks, counts: From route.
-
-    Returns:
-        rows: (P, H); those behind the last expert's are undefined.
-        places: Where each pair's row lies, (T, K) int32; undefined for padding.
-        offsets: First row of every expert, then the end, (E + 1,) int32.
-    """
-    (num_rows, hidden_size), num_experts = x.shape, counts.shape[0]
-    rows = x.new_empty(ids.numel(), hidden_size)
-    places = torch.empty_like(ids)
-    offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=x.device)
-    block = min(4096, triton.next_power_of_2(hidden_size))
-    _permute_kernel[(num_rows, -(-hidden_size // block))](
-        x, ids, ranks, counts, rows, places, offsets, hidden_size,
-        E=num_experts, K=ids.shape[1], BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_H=block,
-        num_warps=8,
-    )  # fmt: skip
-    return rows, places, offsets
-
-
-@permute_rows.register_fake
-def _(x: Tensor, ids: Tensor, ranks: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(ids.numel(), x.shape[1]), torch.empty_like(ids), ids.new_empty(counts.shape[0] + 1)
-
-
-@triton.jit
 def _swiglu_kernel(
     gate_up, shared, out, shared_out, num_rows, num_shared, shared_stride, shared_offset,
     I: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -350,8 +295,8 @@ def _(gate_up: Tensor, shared: Tensor | None, shared_offset: int) -> tuple[Tenso
 
 @triton.jit
 def _combine_kernel(
-    rows, places, weights, ids, shared, out, H,
-    E: tl.constexpr, K: tl.constexpr, BLOCK_H: tl.constexpr, HAS_PLACES: tl.constexpr, HAS_SHARED: tl.constexpr,
+    rows, weights, ids, shared, out, H,
+    E: tl.constexpr, K: tl.constexpr, BLOCK_H: tl.constexpr, HAS_SHARED: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -359,10 +304,7 @@ def _combine_kernel(
     for k in tl.static_range(K):
         pair = token * K + k
         width = tl.where(tl.load(ids + pair) < E, H, 0)  # No product wrote a padding row: it may hold NaN.
-        row = pair
-        if HAS_PLACES:
-            row = tl.load(places + pair).to(tl.int64)
-        value = tl.load(rows + row * H + h, mask=h < width, other=0.0).to(tl.float32)
+        value = tl.load(rows + pair * H + h, mask=h < width, other=0.0).to(tl.float32)
         acc += value * tl.load(weights + pair)
     dtype = out.dtype.element_ty
     acc = acc.to(dtype)
@@ -373,13 +315,12 @@ def _combine_kernel(
 
 @kernel_op()
 def combine_rows(
-    rows: Tensor, places: Tensor | None, weights: Tensor, ids: Tensor, shared: Tensor | None, num_experts: int
+    rows: Tensor, weights: Tensor, ids: Tensor, shared: Tensor | None, num_experts: int
 ) -> Tensor:
     """The weighted sum of each token's expert rows, in float32, plus the shared expert's.
 
     Args:
-        rows: (P, H), contiguous.
-        places: Row of each pair, (T, K) int32; None: row p is pair p's.
+        rows: (P, H), contiguous, row p being pair p's.
         weights, ids: From route.
         shared: (T, H), contiguous, or None.
 
@@ -390,15 +331,15 @@ def combine_rows(
     out = rows.new_empty(num_tokens, hidden_size)
     block = min(1024, triton.next_power_of_2(hidden_size))
     _combine_kernel[(num_tokens, -(-hidden_size // block))](
-        rows, ids if places is None else places, weights, ids, rows if shared is None else shared, out, hidden_size,
-        E=num_experts, K=topk, BLOCK_H=block, HAS_PLACES=places is not None, HAS_SHARED=shared is not None,
+        rows, weights, ids, rows if shared is None else shared, out, hidden_size,
+        E=num_experts, K=topk, BLOCK_H=block, HAS_SHARED=shared is not None,
     )  # fmt: skip
     return out
 
 
 @combine_rows.register_fake
 def _(
-    rows: Tensor, places: Tensor | None, weights: Tensor, ids: Tensor, shared: Tensor | None, num_experts: int
+    rows: Tensor, weights: Tensor, ids: Tensor, shared: Tensor | None, num_experts: int
 ) -> Tensor:  # fmt: skip
     return rows.new_empty(ids.shape[0], rows.shape[1])
 
@@ -438,7 +379,7 @@ def add_norm_rows(
     """combine_rows, then the residual's addition and the next layer's norm: the sum never goes through memory alone.
 
     Args:
-        rows, weights, ids, shared: As in combine_rows, row p being pair p's.
+        rows, weights, ids, shared: As in combine_rows.
         residual: (T, H); the sum is added to it in place.
         norm_weight: (H,).
 
