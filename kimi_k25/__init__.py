@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .backend import BackendError, use_backend
     from .checkpoint import load_model, save_checkpoint
     from .config import ConfigError, KimiK25Config, load_config
     from .engine import Engine, Prompt, SamplingParams
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from .tensor_names import expected_tensors
 
 _HOMES = {
+    "backend": ("BackendError", "use_backend"),
     "checkpoint": ("load_model", "save_checkpoint"),
     "config": ("ConfigError", "KimiK25Config", "load_config"),
     "engine": ("Engine", "Prompt", "SamplingParams"),
@@ -26,6 +28,7 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
+    "BackendError",
     "ConfigError",
     "Engine",
     "GenerationStep",
@@ -41,6 +44,7 @@ __all__ = [
     "load_processor",
     "save_checkpoint",
     "stream_generate",
+    "use_backend",
 ]
 
 

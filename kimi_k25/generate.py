@@ -47,6 +47,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seed", metavar="S", type=int, default=0, help="same seed, same answer (default 0)")
     add("--device", metavar="D", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
     add("--dtype", choices=["float32", "bfloat16"], help="default: float32 on the CPU, the checkpoint's on a GPU")
+    backends = ["auto", "torch", "flashinfer"]
+    add("--backend", choices=backends, default="auto", help="the decoder's kernels (default: the fastest that runs)")
     graphs = ["auto", "off", "strict"]
     add("--graphs", choices=graphs, default="auto", help="CUDA graphs: on with a GPU; strict: end where a step cannot")
     add("--max-seq-len", metavar="N", type=int, default=16384, help="with graphs: tokens in and out (default 16384)")
@@ -134,6 +136,7 @@ def _run(args: argparse.Namespace, terminal: _Terminal, stage: list[int]) -> int
 def _load(args: argparse.Namespace, terminal: _Terminal) -> tuple[KimiK25ForConditionalGeneration, Processor]:
     import torch
 
+    from .backend import use_backend
     from .checkpoint import load_model
     from .processor import load_processor
 
@@ -144,7 +147,11 @@ def _load(args: argparse.Namespace, terminal: _Terminal) -> tuple[KimiK25ForCond
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, args.dtype) if args.dtype else None
     processor = load_processor(checkpoint)
-    return load_model(checkpoint, device=device, dtype=dtype), processor
+    model = load_model(checkpoint, device=device, dtype=dtype)
+    line = use_backend(model, args.backend)
+    if args.backend != "torch" and model.language_model.lm_head.weight.is_cuda:
+        terminal.say(line)
+    return model, processor
 
 
 def _engine(model: KimiK25ForConditionalGeneration, args: argparse.Namespace, terminal: _Terminal) -> Engine:

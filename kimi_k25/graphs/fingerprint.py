@@ -9,11 +9,17 @@ from torch import Tensor, nn
 
 from .errors import PointerMovedError
 
-__all__ = ["PointerFingerprint"]
+__all__ = ["PointerFingerprint", "registered_names"]
 
 
 def _pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def registered_names(module: nn.Module) -> list[str]:
+    """What a module has registered. Not its state_dict: a module may refuse that, or gather it from other ranks."""
+    tensors = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    return [name for names in tensors for name, _ in names]
 
 
 class PointerFingerprint:

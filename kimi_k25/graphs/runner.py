@@ -24,7 +24,7 @@ from .buckets import BucketPolicy
 from .buffers import InputSpec, StaticInputs, count_tokens
 from .capture import Backend, BridgeBuffers, Captured, Forward, PaddedEager, Step, capture_forward, quiet_gc
 from .errors import CaptureError, GraphError, GraphFallbackError, GraphFallbackWarning
-from .fingerprint import PointerFingerprint
+from .fingerprint import PointerFingerprint, registered_names
 from .ladder import Ladder, Phase
 from .plan import GraphPlan
 from .resolve import resolve_decoder
@@ -124,7 +124,7 @@ class GraphRunner:
             "decode": {**inputs, **(decode_inputs or {})},
         }
         self._watch = dict(watch or {})
-        self._state_dict_keys = list(module.state_dict())
+        self._names = registered_names(module)
         self._backend, self._why_eager = _choose_backend(self.plan, self.device)
         self._ladders: dict[Phase, Ladder] = {}
         self._bridges: BridgeBuffers | None = None

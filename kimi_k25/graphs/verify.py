@@ -1,6 +1,6 @@
 """Verification: is a replay what eager computes? Knows a runner, no model.
 
-L0 structure: a break for each layer in every piecewise graph, pointers as at freeze, state_dict as before.
+L0 structure: a break for each layer in every piecewise graph, pointers as at freeze, parameters and buffers as before.
 L1 replay == eager, bitwise, on the same padded buffers (another size may pick another kernel, so only there).
 L2 replayed twice, in every order of up to three buckets, with memory churned through in between.
 L3 the real rows of a padded replay against eager without padding, within a tolerance.
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .buffers import count_tokens
 from .errors import VerificationError
+from .fingerprint import registered_names
 
 if TYPE_CHECKING:
     from .ladder import Ladder, Phase
@@ -100,8 +101,8 @@ def _check_structure(runner: GraphRunner, counts: dict[str, int]) -> None:
             counts["L0"] = counts.get("L0", 0) + 1
             if ladder.mode == "piecewise" and not runner.plan.one_break and captured.num_breaks != runner.num_layers:
                 raise VerificationError(f"L0 bucket {bucket}: {captured.num_breaks} breaks, {runner.num_layers} layers")
-    if list(runner.module.state_dict()) != runner._state_dict_keys:
-        raise VerificationError("L0: the module's state_dict has other keys than before the capture")
+    if registered_names(runner.module) != runner._names:
+        raise VerificationError("L0: the module has other parameters or buffers than before the capture")
     if runner._fingerprint is not None:
         runner._fingerprint.check()
 
