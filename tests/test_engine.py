@@ -66,6 +66,20 @@ def test_greedy_tokens_in_chunks_over_small_pages(weights, name, chunk):
     assert tokens_of(engine, [golden_prompt(name)]) == ([golden_ids(weights, name)], ["length"])
 
 
+@pytest.mark.parametrize(("chunk", "steps"), [(200, [146]), (146, [146]), (60, [60, 60, 26]), (5, [5] * 29 + [1])])
+def test_prefill_fills_every_step_up_to_the_chunk(chunk, steps):
+    model, sizes = make_model(), []
+
+    def decoder(inputs_embeds, batch):
+        sizes.append(inputs_embeds.shape[0])
+        return model.language_model(inputs_embeds, batch)
+
+    prompts = [golden_prompt(name) for name in PROMPTS]
+    tokens_of(Engine(model, decoder=decoder, prefill_chunk=chunk), prompts, replace(GREEDY, max_new_tokens=2))
+
+    assert sizes == [*steps, 4]
+
+
 @pytest.mark.parametrize("chunk", [5, 23, 2048])
 @pytest.mark.parametrize("order", [PROMPTS, PROMPTS[::-1], ("video", "text", "video", "text")])
 @pytest.mark.parametrize("weights", ["base", "int4"])
@@ -217,6 +231,17 @@ def test_the_models_context_ends_the_answer():
         engine = Engine(make_model(max_position_embeddings=len(prompt.input_ids) + room))
 
         assert tokens_of(engine, [prompt]) == ([golden_ids("base", "text")[:room]], ["length"])
+
+
+def test_a_given_cache_ends_the_answer_or_refuses_the_prompt():
+    model, prompt = make_model(), golden_prompt("text")
+    n = len(prompt.input_ids)
+    engine = Engine(model, cache=make_cache(model, max_seqs=1, max_seq_len=20))
+    assert tokens_of(engine, [prompt]) == ([golden_ids("base", "text")[: 20 - n]], ["length"])
+    engine = Engine(model, cache=make_cache(model, max_seqs=1, max_seq_len=16))
+
+    with pytest.raises(ValueError, match="the prompt has 17 tokens; the cache holds 16, one of them for the answer"):
+        next(engine.generate([prompt], GREEDY))
 
 
 def test_each_prompt_has_its_own_room():

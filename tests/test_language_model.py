@@ -178,6 +178,20 @@ def test_padding_changes_no_real_row_in_any_layer_now_or_later(dirt, int4, unini
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
 
 
+def test_padding_reaches_no_routed_expert():
+    model, config = make_decoder()
+    batch, ends = AttentionBatch.without_cache([7], device=CPU), []
+    batch.num_tokens = torch.tensor(4)
+    for layer in config.moe_layers:
+        experts = model.model.layers[layer].mlp.experts
+        experts.register_forward_hook(lambda _module, args, _out: ends.append(args[1][-1].item()))
+
+    with torch.no_grad():
+        model(make_embeds(config, 7), batch)
+
+    assert ends == [4 * config.num_experts_per_tok] * len(config.moe_layers)
+
+
 @pytest.mark.parametrize("int4", [False, True])
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [4, 1, 2], [9]])
 def test_nothing_waits_for_the_device_or_depends_on_values_but_prefill_attention(lengths, int4):
