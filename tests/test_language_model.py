@@ -127,9 +127,10 @@ def test_sequences_that_come_and_go_equal_each_alone():
     while waiting or running:
         while waiting and len(running) < 2:
             running[waiting.pop(0)] = CachedSequence()
-        step = {i: min(4 if s.length == 0 else 1 + i % 3, lengths[i] - s.length) for i, s in running.items()}
+        newest_first = reversed(running.items())  # So a step may start with a sequence that has nothing cached.
+        step = {i: min(4 if s.length == 0 else 1 + i % 3, lengths[i] - s.length) for i, s in newest_first}
         parts = [prompts[i][running[i].length :][:n] for i, n in step.items()]
-        batch = cache.step(list(running.values()), list(step.values()))
+        batch = cache.step([running[i] for i in step], list(step.values()))
         for i, rows in zip(step, logits(model, torch.cat(parts), batch).split(list(step.values())), strict=True):
             found[i].append(rows)
         for i in [i for i, s in running.items() if s.length == lengths[i]]:
