@@ -131,7 +131,7 @@ def provenance() -> dict[str, Any]:
         "machine": machine,
         "versions": versions,
         "commit": os.environ.get("COMMIT") or git.stdout.strip() or "unknown",
-        "command": "python " + shlex.join(sys.argv),
+        "command": "python " + shlex.join(Path(arg).name if Path(arg).is_absolute() else arg for arg in sys.argv),
     }
 
 
