@@ -17,7 +17,7 @@ from typing import Any
 import jinja2
 
 from aliasmix.errors import UnreadableFileError
-from kimi_k25.json_file import read_json_object
+from aliasmix.jsonfile import read_object
 from kimi_k25.sandbox import MAX_DEPTH, Budget, SandboxedTemplate
 from kimi_k25.tokenizer import replace_surrogates
 from kimi_k25.tool_declarations import declare_tools, sort_keys
@@ -128,7 +128,7 @@ def load_chat_template(checkpoint: str | Path, control_names: Iterable[str]) -> 
             raise UnreadableFileError(path, f"cannot be read: {e.strerror}") from e
         return ChatTemplate(source, control_names, path)
     config = path.with_name("tokenizer_config.json")
-    stated = read_json_object(config).get("chat_template") if config.is_file() else None
+    stated = read_object(config, fractions=True).get("chat_template") if config.is_file() else None
     if not isinstance(stated, str):
         raise UnreadableFileError(path, "there is no such file, and tokenizer_config.json has no chat_template")
     return ChatTemplate(stated, control_names, config)

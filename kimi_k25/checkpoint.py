@@ -76,12 +76,12 @@ def load_model(
         UnreadableFileError: Files that cannot be trusted, or tensors that are not those that the configuration asks
             for; nothing is dropped or made up.
         ConfigError: A configuration that this package does not compute.
-        ValueError: A dtype that the model does not run in.
+        ValueError: A dtype that the model does not run in, or a device that is not there.
 
     Example:
         >>> model = load_model("Kimi-K2.5", device="cuda")
     """
-    device = torch.device(device)
+    device = _present_device(device)
     if dtype not in (None, torch.float32, torch.bfloat16):
         raise ValueError(f"dtype is {dtype}; supported: torch.float32, torch.bfloat16")
     files = read_checkpoint(checkpoint)
@@ -104,6 +104,19 @@ def load_model(
     return model.eval()
 
 
+def _present_device(device: str | torch.device) -> torch.device:
+    """torch's own errors on the way come late, are no ValueErrors, and one is 15,000 characters long."""
+    try:
+        present = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device is {device!r}; supported: cpu, cuda, cuda:N") from None
+    if present.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r}; supported: cpu, cuda, cuda:N")
+    if present.type == "cuda" and (present.index or 0) >= (count := torch.cuda.device_count()):
+        raise ValueError(f"device is {str(present)!r}; CUDA devices that torch sees: {count}")
+    return present
+
+
 class _WithoutRandomWeights(TorchFunctionMode):
     """Leaves weights as they are made: on meta nothing is drawn, but torch imports its compiler for it (1.3 s)."""
 
@@ -123,9 +136,6 @@ def _verify(files: Checkpoint, config: KimiK25Config) -> tuple[dict[str, str], d
         Original spelling -> name in the files; what each tensor is; layers with int4 experts.
     """
     path = files.index.path if files.index else files.path
-    layers = max(config.text_config.num_hidden_layers, config.vision_config.vt_num_hidden_layers)
-    if layers > len(files.tensors):  # Before a name is made for each of a billion layers.
-        raise UnreadableFileError(path, f"holds {len(files.tensors)} tensors; config.json states {layers} layers")
     try:
         spelled = canonical_names(files.tensors)
         packed_layers = find_packed_layers(spelled, config.text_config)
@@ -153,9 +163,9 @@ def _fill(
     """Copies every tensor to its place, in the order of the files' bytes."""
     placements = place_all(expected, model)
     state = model.state_dict()
-    with tqdm(
-        total=files.total_size, desc="loading", unit="B", unit_scale=True, leave=False, disable=not sys.stderr.isatty()
-    ) as bar:
+    total = files.total_size
+    is_tty = sys.stderr is not None and sys.stderr.isatty()
+    with tqdm(total=total, desc="loading", unit="B", unit_scale=True, leave=False, disable=not is_tty) as bar:
         for file, header in sorted(files.headers.items()):
             with safe_open(files.folder / file, "pt") as f:
                 for file_name, info in header.tensors.items():

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .json_file import read_json_object
+from aliasmix.jsonfile import quote, read_object
 
 MAX_SIZE = 2**24  # Of any one dimension; the published model's largest is 2**18.
 MAX_LAYERS = 1024
 MAX_EXPERT_MATRICES = 200_000  # Layers x experts; the published model has 60 x 384.
+MAX_NUMBER = 1e12  # Of any factor, base or epsilon; rope bases come nearest.
 
 
 class ConfigError(ValueError):
@@ -47,7 +48,7 @@ class _Fields:
         """The value of `field`, or of the other spelling `also`; both may be present if they agree."""
         found = [key for key in (field, also) if key is not None and self.raw.get(key) is not None]
         if len(found) == 2 and self.raw[found[0]] != self.raw[found[1]]:
-            values = " but ".join(f"{self.name(key)} is {self.raw[key]!r}" for key in found)
+            values = " but ".join(f"{self.name(key)} is {quote(self.raw[key])}" for key in found)
             raise ConfigError(self.name(field), f"is stated twice and differs: {values}")
         if found:
             return self.raw[found[0]]
@@ -60,19 +61,20 @@ class _Fields:
     ) -> int:
         value = self.get(field, default, also=also)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise ConfigError(self.name(field), f"is {value!r}; expected an integer from {least} to {most}")
+            raise ConfigError(self.name(field), f"is {quote(value)}; expected an integer from {least} to {most}")
         return value
 
     def number(self, field: str, default: Any = ..., *, also: str | None = None, least: float = 0.0) -> float:
         value = self.get(field, default, also=also)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= least:
-            raise ConfigError(self.name(field), f"is {value!r}; expected a number above {least:g}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least < value <= MAX_NUMBER:
+            expected = f"expected a number above {least:g}, at most {MAX_NUMBER:g}"
+            raise ConfigError(self.name(field), f"is {quote(value)}; {expected}")
         return float(value)
 
     def flag(self, field: str, default: Any = ...) -> bool:
         value = self.get(field, default)
         if not isinstance(value, bool):
-            raise ConfigError(self.name(field), f"is {value!r}; expected true or false")
+            raise ConfigError(self.name(field), f"is {quote(value)}; expected true or false")
         return value
 
     def only(self, field: str, *supported: Any, default: Any = ...) -> Any:
@@ -80,14 +82,20 @@ class _Fields:
         value = self.get(field, default)
         if value not in supported:
             names = ", ".join(repr(choice) for choice in supported)
-            raise ConfigError(self.name(field), f"is {value!r}, which is not supported; supported: {names}")
+            raise ConfigError(self.name(field), f"is {quote(value)}, which is not supported; supported: {names}")
+        return value
+
+    def text(self, field: str, default: str) -> str:
+        value = self.get(field, default)
+        if not isinstance(value, str) or not value:
+            raise ConfigError(self.name(field), f"is {quote(value)}; expected a text")
         return value
 
     def token_ids(self, field: str, default: Any = ...) -> tuple[int, ...]:
         value = self.get(field, default)
         ids = tuple(value) if isinstance(value, list | tuple) else (value,)
         if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < MAX_SIZE for i in ids):
-            raise ConfigError(self.name(field), f"is {value!r}; expected a token id or a list of them")
+            raise ConfigError(self.name(field), f"is {quote(value)}; expected a token id or a list of them")
         return ids
 
 
@@ -244,9 +252,10 @@ def _yarn(text: _Fields, rope: _Fields) -> YarnScaling | None:
     """`rope_scaling`, or transformers 5's `rope_parameters` with the same keys."""
     raw = text.get("rope_scaling", None)
     f = rope if raw is None else _Fields(raw, "text_config.rope_scaling")
-    kind = f.get("rope_type", "default", also="type")
+    # A factor without a type would be dropped in silence.
+    kind = f.get("type", ... if "factor" in f.raw else "default", also="rope_type")
     if kind not in ("yarn", "default"):
-        raise ConfigError(f.name("type"), f"is {kind!r}, which is not supported; supported: 'yarn', or no scaling")
+        raise ConfigError(f.name("type"), f"is {quote(kind)}, which is not supported; supported: 'yarn', or no scaling")
     if kind == "default":
         return None
     scaling = YarnScaling(
@@ -305,8 +314,8 @@ class VisionConfig:
         merge = f.get("merge_kernel_size")
         merge = [merge, merge] if isinstance(merge, int) else merge
         sizes = merge if isinstance(merge, list | tuple) else ()
-        if len(sizes) != 2 or not all(isinstance(m, int) and 0 < m < 64 for m in sizes):
-            raise ConfigError("vision_config.merge_kernel_size", f"is {merge!r}; expected two sizes such as [2, 2]")
+        if len(sizes) != 2 or not all(type(m) is int and 0 < m < 64 for m in sizes):
+            raise ConfigError("vision_config.merge_kernel_size", f"is {quote(merge)}; expected two sizes, as [2, 2]")
 
         vt_hidden_size = f.size("vt_hidden_size", also="hidden_size")
         config = cls(
@@ -398,8 +407,9 @@ class KimiK25Config:
         f = _Fields(raw, "")
         model_type = f.get("model_type")
         if model_type != "kimi_k25":
-            family = f", {_OTHER_FAMILIES[model_type]}" if model_type in _OTHER_FAMILIES else ""
-            raise ConfigError("model_type", f"is {model_type!r}{family}; supported: 'kimi_k25' (Kimi-K2.5, K2.6, K2.7)")
+            name = quote(model_type)
+            family = next((f", {other}" for known, other in _OTHER_FAMILIES.items() if known == model_type), "")
+            raise ConfigError("model_type", f"is {name}{family}; supported: 'kimi_k25' (Kimi-K2.5, K2.6, K2.7)")
         f.only("tie_word_embeddings", False, default=False)
         f.only("use_unified_vision_chunk", True, default=True)
         text = _Fields(f.get("text_config"), "text_config")
@@ -416,7 +426,7 @@ class KimiK25Config:
             media_placeholder_token_id=f.size("media_placeholder_token_id", also="image_token_id", least=0),
             pad_token_id=f.size("pad_token_id", text.get("pad_token_id", 0), least=0),
             stop_token_ids=frozenset(stop),
-            video_placeholder=f.get("video_placeholder", "<|kimi_k25_video_placeholder|>"),
+            video_placeholder=f.text("video_placeholder", "<|kimi_k25_video_placeholder|>"),
             dtype=f.only("dtype", "bfloat16", "float32", default=text.get("dtype", f.get("torch_dtype", "bfloat16"))),
         )
         named_ids = [(field, getattr(config, field)) for field in ("media_placeholder_token_id", "pad_token_id")]
@@ -443,8 +453,8 @@ def load_config(checkpoint: str | Path) -> KimiK25Config:
     """
     path = Path(checkpoint) / "config.json"
     generation = path.with_name("generation_config.json")
-    raw = read_json_object(path)
-    raw_generation = read_json_object(generation) if generation.exists() else None
+    raw = read_object(path, fractions=True)
+    raw_generation = read_object(generation, fractions=True) if generation.exists() else None
     try:
         return KimiK25Config.from_dict(raw, generation_config=raw_generation)
     except ConfigError as e:

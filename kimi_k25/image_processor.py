@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aliasmix.errors import UnreadableFileError
-from kimi_k25.json_file import read_json_object
+from aliasmix.jsonfile import quote, read_object
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,11 +63,11 @@ class MediaConfig:
         """
         for field, supported in (("fixed_output_tokens", None), ("timestamp_mode", "hh:mm:ss.fff")):
             if raw.get(field, supported) != supported:
-                raise ValueError(f"{field} is {raw[field]!r}; only {supported!r} is supported")
+                raise ValueError(f"{field} is {quote(raw[field])}; only {supported!r} is supported")
         merge = raw.get("merge_kernel_size")
         if isinstance(merge, list | tuple):
-            if len(set(merge)) != 1:
-                raise ValueError(f"merge_kernel_size is {merge!r}; only squares are supported")
+            if not merge or any(side != merge[0] for side in merge):
+                raise ValueError(f"merge_kernel_size is {quote(merge)}; only squares are supported")
             raw = {**raw, "merge_kernel_size": merge[0]}
         return cls(
             patch_size=_count(raw, "patch_size", most=1024),
@@ -92,7 +92,7 @@ class MediaConfig:
 def _count(raw: Mapping[str, Any], field: str, *, most: int = MAX_COUNT) -> int:
     value = raw.get(field)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        found = f"is {value!r}" if field in raw else "is missing"
+        found = f"is {quote(value)}" if field in raw else "is missing"
         raise ValueError(f"{field} {found}; a whole number from 1 to {most} is expected")
     return value
 
@@ -103,14 +103,14 @@ def _count_or_none(raw: Mapping[str, Any], field: str) -> int | None:
 
 def _number(value: Any, field: str, *, least: float = -1e6) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= 1e6:
-        raise ValueError(f"{field} is {value!r}; a number from {least:g} to 1e+06 is expected")
+        raise ValueError(f"{field} is {quote(value)}; a number from {least:g} to 1e+06 is expected")
     return float(value)
 
 
 def _three_numbers(raw: Mapping[str, Any], field: str, *, least: float = -1e6) -> tuple[float, float, float]:
     values = raw.get(field)
     if not isinstance(values, list | tuple) or len(values) != 3:
-        raise ValueError(f"{field} is {values!r}; three numbers are expected, for red, green and blue")
+        raise ValueError(f"{field} is {quote(values)}; three numbers are expected, for red, green and blue")
     red, green, blue = (_number(value, f"{field}[{i}]", least=least) for i, value in enumerate(values))
     return red, green, blue
 
@@ -289,7 +289,7 @@ def load_image_processor(checkpoint: str | Path) -> ImageProcessor:
         UnreadableFileError: It is missing or broken; names the field.
     """
     path = Path(checkpoint) / "preprocessor_config.json"
-    raw = read_json_object(path).get("media_proc_cfg")
+    raw = read_object(path, fractions=True).get("media_proc_cfg")
     if not isinstance(raw, dict):
         found = "is missing" if raw is None else f"is a {type(raw).__name__}"
         raise UnreadableFileError(path, f"media_proc_cfg {found}; an object is expected")

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MEDIA_PAD = "<|media_pad|>"
+_VIDEO_CHUNK = [
+    Control("<|media_begin|>"), "video", Control("<|media_content|>"), Control(MEDIA_PAD), Control("<|media_end|>")
+]  # fmt: skip
 _MEDIA_KINDS = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
 
 
@@ -96,19 +99,20 @@ class Processor:
         media_placeholder_token_id: int,
         video_placeholder: str,
     ) -> None:
-        pad_id = tokenizer.special_ids.get(MEDIA_PAD)
+        special_ids = tokenizer.special_ids
+        pad_id = special_ids.get(MEDIA_PAD)
         if pad_id != media_placeholder_token_id:
             found = "no such token" if pad_id is None else f"id {pad_id}"
             raise ValueError(
                 f"config.json has media_placeholder_token_id {media_placeholder_token_id}, but the tokenizer has "
                 f"{found} for {MEDIA_PAD}; both must come from the same, unconverted checkpoint"
             )
+        if missing := [piece for piece in _VIDEO_CHUNK if isinstance(piece, Control) and piece not in special_ids]:
+            raise ValueError(f"the tokenizer has no token {missing[0]}, which surrounds every picture")
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.image_processor = image_processor
         self._video_placeholder = video_placeholder
-        begin, content, end = (Control(f"<|media_{part}|>") for part in ("begin", "content", "end"))
-        self._video_chunk = [begin, "video", content, Control(MEDIA_PAD), end]
 
     def __call__(
         self,
@@ -191,7 +195,7 @@ class Processor:
     def _chunk_ids(self, chunk: MediaItem) -> list[int]:
         assert chunk.start_seconds is not None
         ids = self.tokenizer.encode(timestamp(chunk.start_seconds))
-        for piece in self._video_chunk:
+        for piece in _VIDEO_CHUNK:
             if piece == MEDIA_PAD:
                 ids += self._placeholders(chunk)
             else:
@@ -234,11 +238,11 @@ def _count_media_parts(messages: Any) -> dict[str, int]:
             raise ValueError(f"{where}.content is a {type(content).__name__}; a text or a list of parts is expected")
         for j, part in enumerate(content):
             kind = part.get("type") if isinstance(part, Mapping) else None
-            if kind in _MEDIA_KINDS:
+            if isinstance(kind, str) and kind in _MEDIA_KINDS:
                 counts[_MEDIA_KINDS[kind]] += 1
             elif kind != "text":
                 expected = ", ".join(["text", *_MEDIA_KINDS])
-                raise ValueError(f"{where}.content[{j}] has the type {kind!r}; one of {expected} is expected")
+                raise ValueError(f"{where}.content[{j}] has the type {kind!r:.60}; one of {expected} is expected")
             elif not isinstance(part.get("text"), str):
                 raise ValueError(f"{where}.content[{j}] is a text part without a text")
     return counts

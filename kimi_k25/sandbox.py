@@ -42,7 +42,7 @@ _METHODS: dict[type, frozenset[str]] = {
 }
 _LOOP_ATTRIBUTES = frozenset("index index0 revindex revindex0 first last length depth previtem nextitem".split())
 _FILTERS_OF_OLD_VALUES = "count d default first int items last length".split()
-_FILTERS_OF_NEW_VALUES = "capitalize list lower trim upper".split()
+_FILTERS_OF_NEW_VALUES = "capitalize list lower upper".split()
 
 
 class TemplateLimitError(SecurityError):
@@ -182,6 +182,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.filters = {name: FILTERS[name] for name in _FILTERS_OF_OLD_VALUES}
         self.filters |= {name: self._paid(FILTERS[name]) for name in _FILTERS_OF_NEW_VALUES}
         self.filters |= {"string": budget.text, "tojson": self._tojson, "join": self._join, "replace": self._replace}
+        self.filters["trim"] = self._trim
         self.filters |= _METERS
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
@@ -208,7 +209,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         if not is_known and name not in _METHODS.get(type(owner), ()):
             raise SecurityError(f"calls {name!r}, which chat templates may not")
         if isinstance(owner, str):
-            __self.budget.spend(len(owner))
+            __self.budget.spend(_search_units(owner, *args, *kwargs.values()))
         result = __context.call(__obj, *args, **kwargs)
         return result if isinstance(owner, dict | list | tuple) else __self.budget.pay_for(result)
 
@@ -249,10 +250,21 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.budget.spend(len(d) * len(parts))
         return d.join(parts)
 
+    def _trim(self, value: Any, chars: str | None = None) -> str:
+        text = self.budget.text(value)
+        self.budget.spend(_search_units(text, chars))
+        return text.strip(chars)
+
     def _replace(self, value: Any, old: str, new: str) -> str:
         text = self.budget.text(value)
         self.budget.spend(len(new) * text.count(old))  # count of "" is one more than the characters, as replace has it
         return text.replace(old, new)
+
+
+def _search_units(text: str, *arguments: Any) -> int:
+    """What a method of `text` costs: strip, rfind and rsplit may compare all of an argument at every character."""
+    longest = max([len(argument) for argument in arguments if isinstance(argument, str)], default=0)
+    return len(text) * (1 + longest // 64)
 
 
 def _raise_exception(message: object) -> None:

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aliasmix.errors import UnreadableFileError
-from kimi_k25.json_file import read_json_object
+from aliasmix.jsonfile import quote, read_object
 
 if TYPE_CHECKING:
     import tiktoken
 
+MAX_RANKS_BYTES = 2**26  # of tiktoken.model; the published one has 2.8 MB
 NUM_RESERVED_TOKENS = 256  # ids after the ranks; the checkpoint names some, the others are <|reserved_token_N|>
 
 # tiktoken overflows its stack on longer inputs or runs; cut where the model's own tokenizer cuts, ids stay equal.
@@ -148,6 +149,8 @@ def read_ranks(path: str | Path) -> dict[bytes, int]:
     if not path.is_file():
         raise UnreadableFileError(path, "there is no such file; it holds the tokenizer's vocabulary")
     try:
+        if (size := path.stat().st_size) > MAX_RANKS_BYTES:
+            raise UnreadableFileError(path, f"holds {size} bytes; at most {MAX_RANKS_BYTES} are read")
         lines = path.read_bytes().splitlines()
     except OSError as e:
         raise UnreadableFileError(path, f"cannot be read: {e.strerror}") from e
@@ -203,7 +206,7 @@ def read_special_ids(path: str | Path, num_ranks: int) -> dict[str, int]:
         UnreadableFileError: An id is outside the reserved range, a name is missing or given twice.
     """
     path = Path(path)
-    named = read_json_object(path).get("added_tokens_decoder")
+    named = read_object(path, fractions=True).get("added_tokens_decoder")
     if not isinstance(named, dict):
         found = "is missing" if named is None else f"is a {type(named).__name__}"
         raise UnreadableFileError(path, f"added_tokens_decoder {found}; an object of id: {{content}} is expected")
@@ -211,19 +214,21 @@ def read_special_ids(path: str | Path, num_ranks: int) -> dict[str, int]:
     end = num_ranks + NUM_RESERVED_TOKENS
     names: dict[int, str] = {}
     for key, token in named.items():
-        if not (key.isascii() and key.isdigit() and num_ranks <= int(key[:10]) < end):
-            reason = f"added_tokens_decoder has the id {key!r}; {num_ranks} to {end - 1} are the reserved ids"
+        if not (key.isascii() and key.isdigit() and key[0] != "0" and num_ranks <= int(key[:10]) < end):
+            reason = f"added_tokens_decoder has the id {quote(key)}; {num_ranks} to {end - 1} are the reserved ids"
             raise UnreadableFileError(path, reason)
         content = token.get("content") if isinstance(token, dict) else None
         if not isinstance(content, str) or not content:
             raise UnreadableFileError(path, f"added_tokens_decoder[{key!r}] has no content; a name is expected")
+        if replace_surrogates(content) != content:
+            raise UnreadableFileError(path, f"added_tokens_decoder[{key!r}] is {quote(content)}, not Unicode text")
         names[int(key)] = content
 
     special_ids: dict[str, int] = {}
     for token_id in range(num_ranks, end):
         name = names.get(token_id, f"<|reserved_token_{token_id}|>")
         if name in special_ids:
-            reason = f"added_tokens_decoder gives {name!r} to the ids {special_ids[name]} and {token_id}"
+            reason = f"added_tokens_decoder gives {quote(name)} to the ids {special_ids[name]} and {token_id}"
             raise UnreadableFileError(path, reason)
         special_ids[name] = token_id
     return special_ids

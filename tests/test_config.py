@@ -114,7 +114,10 @@ def test_other_families_are_refused_by_name(family):
         ("text_config.num_key_value_heads", 2, "as many as num_attention_heads"),
         ("text_config.rms_norm_eps", 0, "expected a number above 0"),
         ("text_config.rope_theta", float("nan"), "expected a number above 0"),
+        ("text_config.rope_theta", float("inf"), "is inf; expected a number above 0, at most 1e\\+12"),
+        ("text_config.rope_theta", 10**400, r"is 10+\.\.\.; expected a number above 0"),
         ("text_config.norm_topk_prob", "yes", "expected true or false"),
+        ("text_config.rope_scaling.type", ..., "is missing"),
         ("text_config.rope_scaling.type", "linear", "is 'linear', which is not supported; supported: 'yarn'"),
         ("text_config.rope_scaling.beta_fast", 0.5, "expected more than beta_slow"),
         ("text_config.scoring_func", "softmax", "supported: 'sigmoid'"),
@@ -126,12 +129,17 @@ def test_other_families_are_refused_by_name(family):
         ("text_config.quantization_config.config_groups.group_0.weights.symmetric", False, "supported: True"),
         ("text_config.quantization_config.config_groups.group_0.input_activations", {"num_bits": 8}, "only weights"),
         ("vision_config.merge_kernel_size", [2, 2, 2], "expected two sizes"),
+        ("vision_config.merge_kernel_size", True, "expected two sizes"),
         ("vision_config.vt_hidden_size", 50, "is 50 over 4 heads"),
         ("vision_config.text_hidden_size", 65, "is 65; expected 64"),
         ("vision_config.pos_emb_type", "bilinear", "supported: 'divided_fixed'"),
         ("media_placeholder_token_id", 640, "expected less than vocab_size"),
         ("eos_token_id", [-1], "expected a token id"),
         ("dtype", "float16", "supported: 'bfloat16', 'float32'"),
+        ("model_type", [], r"is \[\]; supported: 'kimi_k25'"),
+        ("model_type", "x" * 10**5, r"is 'x+\.\.\.; supported: 'kimi_k25'"),
+        ("video_placeholder", 5, "is 5; expected a text"),
+        ("video_placeholder", "", "is ''; expected a text"),
     ],
 )
 def test_values_that_are_not_computed_are_refused_and_named(field, value, message):
@@ -149,7 +157,7 @@ def test_load_config_names_the_file(tmp_path):
 
 
 def test_load_config_without_a_file_says_what_a_checkpoint_is(tmp_path):
-    with pytest.raises(UnreadableFileError, match=r"config\.json: there is no such file; a checkpoint holds one"):
+    with pytest.raises(UnreadableFileError, match=r"config\.json: there is no such file$"):
         load_config(tmp_path)
 
 

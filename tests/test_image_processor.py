@@ -326,6 +326,7 @@ def test_damaged_picture_is_an_error_or_a_picture(tmp_path_factory, data):
         ({"patch_size": 14.0}, "patch_size is 14.0"),
         ({"patch_size": None}, "patch_size is None"),
         ({"merge_kernel_size": [2, 4]}, r"merge_kernel_size is \[2, 4\]; only squares are supported"),
+        ({"merge_kernel_size": [[]]}, r"merge_kernel_size is \[\]; a whole number"),
         ({"merge_kernel_size": []}, r"merge_kernel_size is \[\]; only squares are supported"),
         ({"merge_kernel_size": 0}, "merge_kernel_size is 0"),
         ({"image_mean": [0.5, 0.5]}, r"image_mean is \[0.5, 0.5\]; three numbers are expected"),

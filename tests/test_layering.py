@@ -18,7 +18,7 @@ LEVELS = """
     language_model  vision_tower  projector
     layers  tensor_names
     config
-    graphs  json_file
+    graphs
     aliasmix
 """
 ROW = {module: row for row, line in enumerate(LEVELS.strip().splitlines()) for module in line.split()}

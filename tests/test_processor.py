@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -185,6 +186,7 @@ def test_messages_equal_golden_chat(name):
         ([{"role": "user", "content": 5}], r"messages\[0\]\.content is a int; a text or a list of parts is expected"),
         ([{"role": "user", "content": ["hi"]}], r"messages\[0\]\.content\[0\] has the type None; one of text, image"),
         (parts("audio"), r"messages\[0\]\.content\[0\] has the type 'audio'; one of text, image, image_url, video"),
+        (parts([]), r"messages\[0\]\.content\[0\] has the type \[\]; one of text"),
         ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\]\.content\[0\] is a text part without a"),
     ],
 )
@@ -217,6 +219,15 @@ def test_tokenizer_without_the_placeholder_is_refused(checkpoint):
     change(checkpoint / "tokenizer_config.json", added_tokens_decoder={})
 
     with pytest.raises(ValueError, match=r"but the tokenizer has no such token for <\|media_pad\|>"):
+        load_processor(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["<|media_begin|>", "<|media_content|>", "<|media_end|>"])
+def test_tokenizer_without_a_token_around_pictures_is_refused(checkpoint, name):
+    path = checkpoint / "tokenizer_config.json"
+    path.write_text(path.read_text().replace(name, "<|another|>"))
+
+    with pytest.raises(ValueError, match=f"the tokenizer has no token {re.escape(name)}, which surrounds"):
         load_processor(checkpoint)
 
 

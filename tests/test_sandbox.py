@@ -134,6 +134,13 @@ def test_growing_without_end_is_an_error_in_seconds_and_megabytes(case):
     assert peak_bytes < 60e6
 
 
+@pytest.mark.parametrize("search", [".strip(b)", ".rfind(b)", ".rsplit(b)", "|trim(b)"])
+def test_searches_that_compare_everything_with_everything_are_paid_for(search):
+    # Plain strip() takes 90 s here, in one call that no clock interrupts.
+    with pytest.raises(TemplateLimitError, match="without end"):
+        render("{{ a" + search + " }}", units=20 * 6_000_000, a="b" * 3_000_000, b="a" * 3_000_000 + "b")
+
+
 def test_branching_recursion_ends_by_the_clock(monkeypatch):
     monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.3)
     source = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"

@@ -222,7 +222,7 @@ weight_map puts 'a' in a number; expected a file name
 metadata is a number; expected an object
 metadata.total_size is '1'; expected a number of bytes
 metadata.total_size is 1.5; expected a number of bytes
-is JSON that makes no sense here: 'Infinity' is not an integer
+metadata.total_size is inf; expected a number of bytes
 names the file '../x.safetensors'; expected the plain name of a .safetensors file beside it
 names the file '/etc/x.safetensors'; expected the plain name of a .safetensors file beside it
 names the file 'sub/x.safetensors'; expected the plain name of a .safetensors file beside it

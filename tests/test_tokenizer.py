@@ -284,15 +284,17 @@ def test_every_byte_flip_of_the_vocabulary_is_an_error_or_a_tokenizer(tmp_path):
 
 
 BROKEN_CONFIGS = {
-    "text": ("hello", "is not JSON: Expecting value in line 1, column 1"),
-    "list": ("[]", "holds a JSON list; an object is expected"),
+    "text": ("hello", "is not JSON: Expecting value at character 0"),
+    "list": ("[]", "holds a list; expected an object"),
     "latin-1": (b"\xe9", "is not UTF-8 text"),
-    "deep": ("[" * 100_000, "is not JSON that can be read"),
+    "deep": ("[" * 100_000, "is JSON that cannot be read"),
     "no list of names": ("{}", r"added_tokens_decoder is missing; an object of id: \{content\} is expected"),
     "names as a list": ('{"added_tokens_decoder": []}', "added_tokens_decoder is a list"),
     "id below": ('{"added_tokens_decoder": {"5": {"content": "x"}}}', "has the id '5'; 384 to 639 are the reserved"),
     "id beyond": ('{"added_tokens_decoder": {"640": {"content": "x"}}}', "has the id '640'"),
     "id in words": ('{"added_tokens_decoder": {"x": {"content": "x"}}}', "has the id 'x'"),
+    "id twice": ('{"added_tokens_decoder": {"0384": {"content": "x"}}}', "has the id '0384'"),
+    "lone surrogate": (r'{"added_tokens_decoder": {"384": {"content": "\ud800"}}}', "not Unicode text"),
     "no name": ('{"added_tokens_decoder": {"384": {}}}', r"added_tokens_decoder\['384'\] has no content"),
     "empty name": ('{"added_tokens_decoder": {"384": {"content": ""}}}', "has no content"),
     "name twice": (
