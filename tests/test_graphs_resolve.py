@@ -92,6 +92,7 @@ def test_a_cycle_ends_and_every_path_is_named():
         "Holder.language_model.language_model (missing)",
     )
     assert "Pass the module that owns `.layers`" in str(error.value)
+    assert "takes num_layers= instead" in str(error.value)
 
 
 def test_a_model_without_layers_is_an_attribute_error_too():

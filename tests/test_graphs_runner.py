@@ -143,8 +143,10 @@ def test_a_reason_warns_once():
     toy = Toy()
     runner = toy.runner()
 
-    with pytest.warns(GraphFallbackWarning, match=r"running eager: prefill: more rows than the largest bucket \(12\)"):
+    message = r"running eager: prefill: more rows than the largest bucket \(12\)"
+    with pytest.warns(GraphFallbackWarning, match=message) as caught:
         runner.run(toy.prefill(13))
+    assert caught[0].filename == __file__  # the caller's line, not the runner's
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         runner.run(toy.prefill(14))
@@ -437,9 +439,45 @@ def test_a_plan_that_means_nothing_is_refused(options, message):
         GraphPlan(**options)
 
 
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_number_where_buckets_belong_says_how_they_are_made(phase):
+    with pytest.raises(TypeError, match=rf"{phase} is 8, expected a BucketPolicy or None: BucketPolicy\.{phase}\("):
+        GraphPlan(**{phase: 8})
+
+
 def test_level_4_needs_a_head():
     with pytest.raises(ValueError, match="needs head="):
         Toy().runner().verify(4)
+
+
+def test_a_level_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="level is 5; expected 0 to 4"):
+        Toy().runner().verify(5)
+
+
+@pytest.mark.parametrize(
+    ("plan", "capture", "why"),
+    [({}, False, "nothing is captured yet"), ({"backend": "auto"}, True, "no CUDA graphs on cpu")],
+)
+def test_a_verification_of_nothing_does_not_pass(plan, capture, why):
+    runner = Toy().runner(capture=capture, **plan)
+
+    with pytest.raises(GraphError, match=f"nothing to verify: {why}. Call capture"):
+        runner.verify()
+
+
+def test_a_second_capture_is_refused():
+    runner = Toy().runner(freeze=False)
+
+    with pytest.raises(CaptureError, match=r"capture\(\) on a captured runner; make a new one"):
+        runner.capture()
+
+
+def test_a_closed_runner_says_so():
+    runner = Toy().runner()
+    runner.close()
+
+    assert runner.can_run(4).reason == "the runner is closed"
 
 
 def test_verification_sees_a_state_dict_that_grew():

@@ -36,15 +36,32 @@ class Backend(Protocol):
     name: str
 
     @property
-    def nbytes(self) -> int: ...
-    def warming(self) -> AbstractContextManager[None]: ...
-    def recording(self) -> AbstractContextManager[None]: ...
-    def begin(self) -> None: ...
-    def end(self) -> Callable[[], None]: ...
-    def abort(self) -> None: ...
-    def outside(self) -> AbstractContextManager[None]: ...
-    def owns(self, tensor: Tensor) -> bool: ...
-    def close(self) -> None: ...
+    def nbytes(self) -> int:
+        """Bytes that all segments hold."""
+
+    def warming(self) -> AbstractContextManager[None]:
+        """One eager forward as the capture will meet it."""
+
+    def recording(self) -> AbstractContextManager[None]:
+        """One forward. Segments begin and end inside."""
+
+    def begin(self) -> None:
+        """Open a segment."""
+
+    def end(self) -> Callable[[], None]:
+        """Close it; the result replays it. Raises CaptureError for work that nobody waited for."""
+
+    def abort(self) -> None:
+        """Drop an open segment after an error; the error itself is the caller's to raise."""
+
+    def outside(self) -> AbstractContextManager[None]:
+        """Inside the block nothing belongs to the segment, though one is open."""
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether some recording made the memory of this tensor."""
+
+    def close(self) -> None:
+        """Drop all segments together."""
 
 
 @dataclass(slots=True)

@@ -26,6 +26,10 @@ class GraphPlan:
         poison: tape only; fills the graph's own intermediates with NaN before each replay.
         one_break: a debug mode that runs the whole padded forward as one eager break. A fault that stays is
             the model's, a fault that goes is the capture's.
+
+    Raises:
+        ValueError: an unknown backend or kind of bridges, or poison without the tape.
+        TypeError: buckets that are no BucketPolicy.
     """
 
     backend: Literal["auto", "cuda", "tape", "eager"] = "auto"
@@ -42,5 +46,11 @@ class GraphPlan:
             raise ValueError(f"backend {self.backend!r} is not one of 'auto', 'cuda', 'tape', 'eager'")
         if self.bridges not in ("shared", "per_layer"):
             raise ValueError(f"bridges {self.bridges!r} is not one of 'shared', 'per_layer'")
+        for phase, policy in (("prefill", self.prefill), ("decode", self.decode)):
+            if policy is not None and not isinstance(policy, BucketPolicy):
+                raise TypeError(
+                    f"{phase} is {policy!r}, expected a BucketPolicy or None: BucketPolicy.{phase}(maximum) makes the "
+                    "usual sizes, BucketPolicy.of(sizes) takes yours"
+                )
         if self.poison and self.backend != "tape":
             raise ValueError("poison=True needs backend='tape': a CUDA graph's intermediates can't be reached")

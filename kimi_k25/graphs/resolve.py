@@ -56,7 +56,8 @@ def resolve_decoder(module: nn.Module) -> Any:
     if decoder is None:
         raise DecoderNotFoundError(
             f"{type(module).__name__} has no decoder stack; tried {', '.join(tried)}. "
-            "Pass the module that owns `.layers`, or reach it through `.model` or `.language_model`.",
+            "Pass the module that owns `.layers`, or reach it through `.model` or `.language_model`; "
+            "a GraphRunner only counts the layers, and takes num_layers= instead.",
             tuple(tried),
         )
     return decoder

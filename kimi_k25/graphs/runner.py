@@ -145,10 +145,10 @@ class GraphRunner:
         """Warm every bucket eagerly, then capture all, largest first, prefill before decode.
 
         Raises:
-            CaptureError: the forward can't be captured, or meets another number of break points than layers;
-                or the runner is frozen.
+            CaptureError: the forward can't be captured, or meets another number of break points than layers; or
+                this runner has captured before. After a failed capture it may try again.
         """
-        if self._state in ("frozen", "closed"):
+        if self._state != "new":
             raise CaptureError(f"capture() on a {self._state} runner; make a new one")
         with self._alone():
             start, memory = time.perf_counter(), self._memory()
@@ -289,7 +289,8 @@ class GraphRunner:
         if self._backend is None:
             return Choice("eager", reason=self._why_eager)
         if not self._ladders:
-            return Choice("eager", reason="nothing is captured yet", is_fallback=True)
+            reason = {"new": "nothing is captured yet", "closed": "the runner is closed"}.get(self._state)
+            return Choice("eager", reason=reason or "the plan has no graphs", is_fallback=True)
         reasons: list[str] = []
         phase: Phase
         phases: tuple[Phase, ...] = ("decode", "prefill") if decode else ("prefill",)
@@ -376,7 +377,8 @@ class GraphRunner:
             raise GraphFallbackError(f"the step would run {choice.mode}: {choice.reason}")
         self._fallbacks[choice.reason] += 1
         if self._fallbacks[choice.reason] == 1:
-            warnings.warn(f"running {choice.mode}: {choice.reason}", GraphFallbackWarning, stacklevel=3)
+            # Past run and torch.no_grad's wrapper: the line that asked for the step.
+            warnings.warn(f"running {choice.mode}: {choice.reason}", GraphFallbackWarning, stacklevel=4)
 
     def _load_dummy(self, ladder: Ladder, num_tokens: int) -> None:
         inputs = self.dummy(ladder.phase, num_tokens)
@@ -400,9 +402,20 @@ class GraphRunner:
     # -- looking in ---------------------------------------------------------------------------------------
 
     def verify(self, level: int = 2, **options: Any) -> dict[str, int]:
-        """Compare replays with eager; see kimi_k25.graphs.verify for the levels. Returns checks made, by level."""
+        """Compare replays with eager, after `capture`: kimi_k25.graphs.verify has the levels and the options.
+
+        Returns:
+            Number of comparisons made, by level.
+
+        Raises:
+            VerificationError: a replay differs from eager.
+            GraphError: there is no graph to verify.
+        """
         from .verify import verify
 
+        if not self._ladders:
+            why = self._why_eager or self.can_run(1).reason
+            raise GraphError(f"nothing to verify: {why}. Call capture() first; on a CPU with backend='tape'")
         with self._alone():
             return verify(self, level, **options)
 
@@ -435,6 +448,7 @@ class GraphRunner:
         )
 
     def memory_report(self) -> MemoryReport:
+        """What the graphs and their buffers take."""
         return MemoryReport(
             graph_bytes=self._backend.nbytes if self._backend else 0,
             bridge_bytes=self._bridges.nbytes if self._bridges else 0,
@@ -462,7 +476,7 @@ class GraphRunner:
         return torch.cuda.memory_reserved(self.device), total - free
 
     def close(self) -> None:
-        """Drop all graphs together. The runner can't be used again; another one can be made."""
+        """Drop all graphs together. The runner can't `run` again; another one can be made."""
         with self._alone():
             self._state = "closed"
             self._ladders.clear()

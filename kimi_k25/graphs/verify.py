@@ -54,21 +54,13 @@ def verify(
 
     Raises:
         VerificationError: names level, phase, bucket, the first differing row and the largest difference.
-        ValueError: L4 without a head.
+        ValueError: no such level, or L4 without a head.
     """
+    if not 0 <= level <= 4:
+        raise ValueError(f"level is {level}; expected 0 to 4")
     if level >= 4 and head is None:
         raise ValueError("level 4 compares tokens, so it needs head=")
     counts: dict[str, int] = {}
-
-    def compare(name: str, replayed: Tensor, eager: Tensor, where: str, *, exact: bool) -> None:
-        counts[name] = counts.get(name, 0) + 1
-        tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": rtol, "atol": atol}
-        close = torch.isclose(replayed, eager, equal_nan=True, **tolerance)
-        if not bool(close.all()):
-            row = int((~close).flatten(1).any(1).nonzero()[0])
-            worst = (replayed.double() - eager.double()).abs().max().item()
-            raise VerificationError(f"{name} {where}: replay != eager, first in row {row}, by up to {worst:.3g}")
-
     _check_structure(runner, counts)
     for ladder in runner._ladders.values():
         steps = _steps(ladder, runner, (batches or {}).get(ladder.phase))
@@ -76,23 +68,49 @@ def verify(
             num_tokens, bucket, inputs = _load(runner, ladder, step)
             where = f"{ladder.phase} {num_tokens} tokens in bucket {bucket}"
             replayed = _replay(runner, ladder, bucket)
-            compare("L1", replayed, runner._run_padded(ladder, bucket), where, exact=True)
+            _compare(counts, "L1", where, replayed, runner._run_padded(ladder, bucket))
             if level >= 3:
                 real = {**inputs, "num_tokens": ladder.statics.num_tokens}
                 unpadded = runner.forward(real)
-                compare("L3", replayed[:num_tokens], unpadded, where, exact=False)
+                _compare(counts, "L3", where, replayed[:num_tokens], unpadded, rtol, atol)
                 if level >= 4 and head is not None:
                     tokens = [head(rows).argmax(-1, keepdim=True) for rows in (replayed[:num_tokens], unpadded)]
-                    compare("L4", tokens[0], tokens[1], where, exact=True)
+                    _compare(counts, "L4", where, tokens[0], tokens[1])
         if level >= 2:
             for order in _orders(steps):
                 for step in (*order, *order):
                     num_tokens, bucket, _ = _load(runner, ladder, step)
                     _churn(runner.device)
                     replayed = _replay(runner, ladder, bucket)
-                    eager = runner._run_padded(ladder, bucket)
-                    compare("L2", replayed, eager, f"{ladder.phase} bucket {bucket}", exact=True)
+                    where = f"{ladder.phase} bucket {bucket}"
+                    _compare(counts, "L2", where, replayed, runner._run_padded(ladder, bucket))
     return counts
+
+
+_FROZEN = "a Python value, a number from the host or a rebound tensor is frozen in the graph"
+_PADDED = "padding reaches real rows, or another size's kernels differ by more than the tolerance"
+_USUAL_CAUSE = {"L1": _FROZEN, "L2": _FROZEN, "L3": _PADDED, "L4": _PADDED}
+
+
+def _compare(
+    counts: dict[str, int],
+    level: str,
+    where: str,
+    replayed: Tensor,
+    eager: Tensor,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+) -> None:
+    counts[level] = counts.get(level, 0) + 1
+    close = torch.isclose(replayed, eager, equal_nan=True, rtol=rtol, atol=atol)
+    if bool(close.all()):
+        return
+    row = int((~close).flatten(1).any(1).nonzero()[0])
+    worst = (replayed.double() - eager.double()).abs().max().item()
+    raise VerificationError(
+        f"{level} {where}: replay != eager, first in row {row}, by up to {worst:.3g}. "
+        f"As a rule {_USUAL_CAUSE[level]}: see docs/will-it-capture.md"
+    )
 
 
 def _check_structure(runner: GraphRunner, counts: dict[str, int]) -> None:
