@@ -17,8 +17,8 @@ from typing import Any
 import jinja2
 
 from aliasmix.errors import UnreadableFileError
-from aliasmix.jsonfile import read_object
-from kimi_k25.sandbox import MAX_DEPTH, Budget, SandboxedTemplate
+from aliasmix.jsonfile import file_mode, read_object, regular_size
+from kimi_k25.sandbox import MAX_DEPTH, MAX_SOURCE_CHARS, Budget, SandboxedTemplate
 from kimi_k25.tokenizer import replace_surrogates
 from kimi_k25.tool_declarations import declare_tools, sort_keys
 
@@ -119,7 +119,9 @@ def load_chat_template(checkpoint: str | Path, control_names: Iterable[str]) -> 
         UnreadableFileError: Neither is there, or it is no template.
     """
     path = Path(checkpoint) / "chat_template.jinja"
-    if path.is_file():
+    if file_mode(path) is not None:
+        if (size := regular_size(path)) > 4 * MAX_SOURCE_CHARS:
+            raise UnreadableFileError(path, f"holds {size} bytes; a chat template has at most {MAX_SOURCE_CHARS}")
         try:
             source = path.read_bytes().decode()
         except UnicodeDecodeError as e:

@@ -210,7 +210,7 @@ class TextConfig:
             v_head_dim=f.size("v_head_dim"),
             rms_norm_eps=f.number("rms_norm_eps"),
             max_position_embeddings=f.size("max_position_embeddings"),
-            rope_theta=f.number("rope_theta", rope.raw.get("rope_theta", ...)),
+            rope_theta=f.number("rope_theta", rope.raw.get("rope_theta", ...), least=1.0),
             rope_scaling=_yarn(f, rope),
         )
         heads = f.size("num_key_value_heads", config.num_attention_heads)

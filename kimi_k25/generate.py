@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import json
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
 PROG = "kimi_k25.generate"
 EMBEDDED_DEFAULT = Path(__file__).parent / "tiny"
 RAN_AND_FAILED, UNUSABLE_INPUT, INTERRUPTED = 1, 2, 130
+MAX_STDIN_CHARS = 2**24  # a full context of the published model, 64 characters a token
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -58,22 +63,72 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class _Terminal:
-    """stderr, dim where it is a terminal."""
+    """stderr, dim where it is a terminal. An answer does not fail because nobody can be told about it."""
 
     def __init__(self) -> None:
-        self.is_tty = sys.stderr.isatty()
+        self.is_tty = sys.stderr is not None and sys.stderr.isatty()
 
     def say(self, line: str) -> None:
-        print(f"{PROG}: {line}", file=sys.stderr, flush=True)
+        self._write(f"{PROG}: {line}\n")
 
     def dim(self, text: str) -> None:
-        print(f"\x1b[2m{text}\x1b[0m" if self.is_tty and text else text, end="", file=sys.stderr, flush=True)
+        self._write(f"\x1b[2m{text}\x1b[0m" if self.is_tty and text else text)
+
+    def _write(self, text: str) -> None:
+        if sys.stderr is not None:  # print() would take None for stdout
+            with suppress(OSError):
+                print(text, end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """Ctrl-C ends the process at once: while modules are imported, some swallow KeyboardInterrupt and work goes on."""
+    if threading.current_thread() is not threading.main_thread():  # The only one that may set handlers.
+        yield
+        return
+    previous = signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _write_answer(text: str) -> None:
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as e:
+        raise OSError(f"stdout cannot be written: {e.strerror}") from e
+
+
+def _read_stdin(read: Callable[[int], str]) -> str:
+    if sys.stdin is None:
+        raise ValueError("stdin is closed; a prompt is expected there")
+    try:
+        text = read(MAX_STDIN_CHARS + 1)
+    except UnicodeDecodeError as e:
+        raise ValueError(f"stdin is not {e.encoding} text: {e.reason} at byte {e.start}") from None
+    if len(text) > MAX_STDIN_CHARS:
+        raise ValueError(f"stdin has more than {MAX_STDIN_CHARS} characters; no prompt is that long")
+    return _unicode(text, "stdin")
+
+
+def _unicode(text: str, source: str) -> str:
+    """Returns `text`; refuses the surrogates that Python makes of arguments and input that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise ValueError(f"{source} is not UTF-8 text (character {e.start})") from None
+    return text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     parser = build_parser()
     args = parser.parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # an old terminal shows \u597d, and the answer goes on
     terminal = _Terminal()
     stage = [UNUSABLE_INPUT]  # What an error means now: until generation starts, it is the input's.
     try:
@@ -83,10 +138,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # The reader of stdout has gone, as `| head` does; no more can be said to it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return RAN_AND_FAILED
-    except (ValueError, OSError, RuntimeError, ImportError, MemoryError) as e:
+    except Exception as e:
         if args.debug:
             traceback.print_exc()
-        print(f"{PROG}: error: {' '.join(str(e).split()) or type(e).__name__}", file=sys.stderr)
+        reason = " ".join(str(e).split())
+        is_foreseen = reason and isinstance(e, ValueError | OSError | RuntimeError | ImportError)
+        terminal.say(f"error: {reason if is_foreseen else f'{type(e).__name__}: {reason}'}")
         return stage[0]
 
 
@@ -95,20 +152,27 @@ def _run(args: argparse.Namespace, terminal: _Terminal, stage: list[int]) -> int
         raise ValueError("nothing is asked; give a prompt with -p TEXT, or --chat")
     if args.json and args.chat:
         raise ValueError("--json prints one answer; it does not go with --chat")
-    prompt = sys.stdin.read().strip() if args.prompt == "-" else args.prompt
+    if args.max_seq_len < 1:
+        raise ValueError(f"--max-seq-len is {args.max_seq_len}; expected at least 1")
+    if sys.stdout is None:
+        raise ValueError("stdout is closed; the answer goes there")
+    for option, text in (("--prompt", args.prompt), ("--system", args.system)):
+        _unicode(text or "", option)
+    prompt = _read_stdin(lambda size: sys.stdin.read(size)).strip() if args.prompt == "-" else args.prompt
     if args.temperature is None:
         args.temperature = 1.0 if args.thinking else 0.6  # What the model's makers recommend.
 
-    from .engine import SamplingParams
-    from .image_processor import open_image
-    from .video import open_video
+    with _ended_by_ctrl_c():
+        from .engine import SamplingParams
+        from .image_processor import open_image
+        from .video import open_video
 
-    sampling = SamplingParams(
-        max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed
-    )
-    images, videos = [open_image(path) for path in args.image], [open_video(path) for path in args.video]
-    model, processor = _load(args, terminal)
-    chat = _Chat(_engine(model, args, terminal), processor, sampling, args, terminal)
+        sampling = SamplingParams(
+            max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed
+        )
+        images, videos = [open_image(path) for path in args.image], [open_video(path) for path in args.video]
+        model, processor = _load(args, terminal)
+        chat = _Chat(_engine(model, args, terminal), processor, sampling, args, terminal)
     if args.system:
         chat.messages.append({"role": "system", "content": args.system})
     code = 0
@@ -144,7 +208,7 @@ def _load(args: argparse.Namespace, terminal: _Terminal) -> tuple[KimiK25ForCond
     if checkpoint is None:
         checkpoint = EMBEDDED_DEFAULT
         terminal.say("no checkpoint given; using the embedded default, a tiny model that knows little of the world")
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device is None else args.device
     dtype = getattr(torch, args.dtype) if args.dtype else None
     processor = load_processor(checkpoint)
     model = load_model(checkpoint, device=device, dtype=dtype)
@@ -179,7 +243,7 @@ def _engine(model: KimiK25ForConditionalGeneration, args: argparse.Namespace, te
 
 def _read_line(terminal: _Terminal) -> str | None:
     terminal.dim("> ")
-    line = sys.stdin.readline()
+    line = _read_stdin(lambda size: sys.stdin.readline(size))
     return line.rstrip("\n") if line else None
 
 
@@ -230,13 +294,14 @@ class _Chat:
                 if step.text and not self.as_json:
                     if reasoning and answer == step.text:
                         self.terminal.dim("\n")
-                    print(step.text, end="", flush=True)
+                    _write_answer(step.text)
         except KeyboardInterrupt:
             code = INTERRUPTED
         if self.as_json:
-            print(json.dumps(_as_object(answer, reasoning, token_ids, last), ensure_ascii=False))
+            # In ASCII, so that a terminal or file of any encoding takes it.
+            _write_answer(json.dumps(_as_object(answer, reasoning, token_ids, last)) + "\n")
         elif answer:
-            print(flush=True)
+            _write_answer("\n")
         elif reasoning:
             self.terminal.dim("\n")
         if last is not None and last.stats is not None:

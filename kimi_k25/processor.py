@@ -148,6 +148,8 @@ class Processor:
                 )
         pieces = self.chat_template.render(messages, tools=tools, thinking=thinking)
         input_ids, items = self._expand(pieces, images, videos)
+        if not input_ids:
+            raise ValueError(f"{self.chat_template.path}: the template wrote nothing for {len(messages)} messages")
 
         import torch
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aliasmix.errors import UnreadableFileError
-from aliasmix.jsonfile import quote, read_object
+from aliasmix.jsonfile import quote, read_object, regular_size
 
 if TYPE_CHECKING:
     import tiktoken
@@ -146,11 +146,9 @@ def read_ranks(path: str | Path) -> dict[bytes, int]:
         UnreadableFileError: Names the line that is broken, repeated or out of range, or the byte that has no token.
     """
     path = Path(path)
-    if not path.is_file():
-        raise UnreadableFileError(path, "there is no such file; it holds the tokenizer's vocabulary")
+    if (size := regular_size(path)) > MAX_RANKS_BYTES:
+        raise UnreadableFileError(path, f"holds {size} bytes; at most {MAX_RANKS_BYTES} are read")
     try:
-        if (size := path.stat().st_size) > MAX_RANKS_BYTES:
-            raise UnreadableFileError(path, f"holds {size} bytes; at most {MAX_RANKS_BYTES} are read")
         lines = path.read_bytes().splitlines()
     except OSError as e:
         raise UnreadableFileError(path, f"cannot be read: {e.strerror}") from e

@@ -282,7 +282,15 @@ def test_failing_template_is_one_line_that_names_it(source, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("source", ["{% for %}", "{{ 'a'|center(10) }}", "{{ " + "(" * 5000, "x" * 300_000])
+def test_a_file_that_is_no_template_by_its_size_is_not_read(tmp_path):
+    with open(tmp_path / "chat_template.jinja", "wb") as f:
+        f.truncate(2**36)
+
+    with pytest.raises(UnreadableFileError, match=r"holds 68719476736 bytes; a chat template has at most 65536"):
+        load_chat_template(tmp_path, [])
+
+
+@pytest.mark.parametrize("source", ["{% for %}", "{{ 'a'|center(10) }}", "{{ " + "(" * 5000, "x" * 70_000])
 def test_unusable_template_is_named_when_it_is_read(tmp_path, source):
     (tmp_path / "chat_template.jinja").write_text(source)
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import shutil
 import signal
@@ -177,3 +178,67 @@ def test_a_closed_pipe_ends_quietly():
 
         assert process.wait(timeout=60) == 1
         assert "Traceback" not in process.stderr.read()
+
+
+def test_ctrl_c_while_modules_are_imported_ends_at_once():
+    with running("-n", "100000") as process:
+        time.sleep(0.25)
+
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+
+    assert process.returncode in (130, -signal.SIGINT)
+    assert out == "" and "Traceback" not in err
+
+
+def shell(command, **environment):
+    """Runs a shell command in which $GENERATE stands for the command line on the tiny checkpoint."""
+    generate = f"{sys.executable} -m kimi_k25.generate {TINY} -n 4 --no-thinking --temperature 0"
+    environment = {**os.environ, "GENERATE": generate, **environment}
+    return subprocess.run(["sh", "-c", command], env=environment, capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "message"),
+    [
+        ("$GENERATE -p hi >/dev/full", 1, b"stdout cannot be written: No space left on device"),
+        ("$GENERATE -p hi --json >/dev/full", 1, b"stdout cannot be written: No space left on device"),
+        ("$GENERATE -p hi >&-", 2, b"stdout is closed; the answer goes there"),
+        ("$GENERATE -p - <&-", 2, b"stdin is closed; a prompt is expected there"),
+        (r"printf 'a\377' | LC_ALL=C.UTF-8 $GENERATE -p -", 2, b"stdin is not UTF-8 text (character 1)"),
+        (r"printf 'a\377' | PYTHONIOENCODING=utf-8:strict $GENERATE -p -", 2, b"stdin is not utf-8 text: invalid"),
+        (r"""$GENERATE -p "$(printf 'a\377')" """, 2, b"--prompt is not UTF-8 text (character 1)"),
+        ("yes | $GENERATE -p -", 2, b"stdin has more than 16777216 characters"),
+        ("$GENERATE -p hi --device cuda:99", 2, b"device is 'cuda:99'; CUDA devices that torch sees: "),
+        ("$GENERATE -p hi --max-seq-len 0", 2, b"--max-seq-len is 0; expected at least 1"),
+    ],
+)
+def test_streams_that_fail_are_one_line(command, code, message):
+    ended = shell(command)
+
+    assert ended.returncode == code
+    assert message in ended.stderr and b"Traceback" not in ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith(b"kimi_k25.generate: error: ")
+
+
+@pytest.mark.parametrize("stderr", ["2>&-", "2>/dev/full"])
+def test_an_answer_does_not_need_stderr(stderr):
+    ended = shell(f"$GENERATE -p hi {stderr}")
+
+    assert ended.returncode == 0
+    assert ended.stdout.endswith(b"\n") and len(ended.stdout) > 4
+
+
+def test_stdout_of_another_encoding_shows_what_it_can():
+    plain, as_json = (shell(f"$GENERATE -p hi -n 20 {flag}", PYTHONIOENCODING="ascii") for flag in ("", "--json"))
+
+    assert plain.returncode == as_json.returncode == 0
+    assert b"\\ufffd" in plain.stdout and "\ufffd" in json.loads(as_json.stdout)["text"]
+
+
+def test_an_unforeseen_error_is_one_line_that_names_its_kind(capsys, monkeypatch):
+    monkeypatch.setattr("kimi_k25.generate._load", lambda *_: {}["model"])
+
+    assert main(["-p", "hi"]) == 2
+
+    assert capsys.readouterr().err == "kimi_k25.generate: error: KeyError: 'model'\n"

@@ -125,6 +125,13 @@ def test_template_that_leaves_images_out_is_named(checkpoint):
         load_processor(checkpoint)("x", images=[make_image("A")])
 
 
+def test_template_that_writes_nothing_is_named(checkpoint):
+    (checkpoint / "chat_template.jinja").write_text("")
+
+    with pytest.raises(ValueError, match=r"chat_template\.jinja: the template wrote nothing for 1 messages"):
+        load_processor(checkpoint)("hi")
+
+
 def test_typed_placeholders_take_no_image():
     batch = PROCESSOR("<|media_pad|><|kimi_k25_video_placeholder|>", images=[make_image("A")])
 
