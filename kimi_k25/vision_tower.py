@@ -53,7 +53,7 @@ def row_numbers(rows: dict[Grid, Tensor], device: torch.device) -> Tensor:
 
 
 class VisionPositionEmbedding(nn.Module):
-    """A learned table of rows and columns, resampled to each item's grid, plus fixed sinusoids of the frame."""
+    """A learned table of rows and columns, resampled to each item's grid; items of several frames add sinusoids."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class VisionPositionEmbedding(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def resampled(self, height: int, width: int) -> Tensor:
-        """(height * width, vt_hidden_size)."""
+        """The table at another size, (height * width, vt_hidden_size)."""
         if self.weight.shape[:2] == (height, width):
             return self.weight.flatten(0, 1)
         table = F.interpolate(self.weight.permute(2, 0, 1)[None], size=(height, width), mode="bicubic")[0]
@@ -77,7 +77,7 @@ class VisionPositionEmbedding(nn.Module):
         return torch.cat((angles.sin(), angles.cos()), -1).to(self.weight.dtype)[:, None]
 
     def forward(self, grids: list[Grid]) -> Tensor:
-        """(num_patches, vt_hidden_size).
+        """Every patch's position, (num_patches, vt_hidden_size).
 
         Raises:
             ValueError: An item has more frames than the model was made for.
@@ -124,12 +124,15 @@ def vision_rope(grids: list[Grid], head_dim: int, device: torch.device) -> tuple
 
 
 class VisionMLP(nn.Module):
+    """Two linear layers with a tanh-approximated GELU between them."""
+
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.fc0 = nn.Linear(config.vt_hidden_size, config.vt_intermediate_size)
         self.fc1 = nn.Linear(config.vt_intermediate_size, config.vt_hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(num_patches, vt_hidden_size) to the same."""
         return self.fc1(F.gelu(self.fc0(x), approximate="tanh"))
 
 
@@ -147,17 +150,30 @@ class VisionBlock(nn.Module):
         self.mlp = VisionMLP(config)
 
     def attention(self, x: Tensor, rope: tuple[Tensor, Tensor], cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        """Bidirectional within each item; arguments and result are those of forward, x normalised."""
         q, k, v = self.wqkv(x).unflatten(-1, (3, -1, self.head_dim)).unbind(1)
         q, k = (rotate_pairs(t.float(), *rope).to(t.dtype) for t in (q, k))
         out = packed_attention(q, k, v, cu_seqlens, max_seqlen, causal=False, scale=self.head_dim**-0.5)
         return self.wo(out.flatten(1))
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        """
+        Args:
+            x: (num_patches, vt_hidden_size).
+            rope: cos and sin, each (num_patches, head_dim / 2) float32.
+            cu_seqlens: First patch of each item, then num_patches, (num_media + 1,) int32.
+            max_seqlen: Patches of the largest item.
+
+        Returns:
+            (num_patches, vt_hidden_size).
+        """
         x = x + self.attention(self.norm0(x), rope, cu_seqlens, max_seqlen)
         return x + self.mlp(self.norm1(x))
 
 
 class VisionEncoder(nn.Module):
+    """The blocks and the norm behind them."""
+
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
@@ -203,7 +219,8 @@ class MoonViT3d(nn.Module):
         self.encoder = VisionEncoder(config)
 
     def forward(self, pixel_values: Tensor, grid_thws: Tensor) -> Tensor:
-        """
+        """Features of every media token, not yet projected. Syncs with the host once, for the grids.
+
         Args:
             pixel_values: (num_patches, 3, patch_size, patch_size), any float dtype.
             grid_thws: Frames, rows and columns of patches of each media item, (num_media, 3), integers.
@@ -219,6 +236,7 @@ class MoonViT3d(nn.Module):
         return merge_patches(self.encoder(x, grids), grids, self.config.merge_kernel_size)
 
     def checked_grids(self, pixel_values: Tensor, grid_thws: Tensor) -> list[Grid]:
+        """The grids on the host; arguments and errors are those of forward."""
         patch = (3, self.config.patch_size, self.config.patch_size)
         if pixel_values.dim() != 4 or pixel_values.shape[1:] != patch:
             expected = ", ".join(map(str, patch))

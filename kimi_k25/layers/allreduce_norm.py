@@ -111,7 +111,8 @@ class AllReduceAddRMSNorm:
         )  # fmt: skip
 
     def __call__(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """
+        """Ends a block; see the class. Outside a capture the first call prepares the workspace: all ranks must come.
+
         Args:
             x: This rank's part of the block's output, (num_tokens, hidden_size).
             residual: The sum of all earlier blocks, the same on every rank.

@@ -27,8 +27,11 @@ FEW_SEQS = 16  # Up to here the products over heads cost less in kernels of thei
 class PrefillAttention(Protocol):
     """Attention of packed sequences: see flashinfer_ops.RaggedPrefill."""
 
-    def plan(self, batch: AttentionBatch) -> None: ...
-    def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None: ...
+    def plan(self, batch: AttentionBatch) -> None:
+        """Reads a step's lengths, once for all layers; may sync with the host."""
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """One layer's attention of the planned step, into `out`."""
 
 
 class PrefillBuffers:

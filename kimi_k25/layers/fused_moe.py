@@ -23,16 +23,23 @@ __all__ = ["ExpertProducts", "FusedExperts", "FusedSwiGLU"]
 MAX_TOKENS_BESIDE = 256  # Up to here the shared expert runs beside the routing; larger steps fill the GPU anyway.
 MAX_PAIR_BLOCKS = 64  # Pairs up to which each gets a block of its own: eight tokens of eight experts.
 
-Blocks = tuple[Tensor, Tensor, Tensor]
+Blocks = tuple[Tensor, Tensor, Tensor]  # sorted_ids, expert_ids, num_rows: see moe_kernels.align_blocks
 
 
 class ExpertProducts(Protocol):
     """The experts' two products over blocks: see humming_experts.HummingExperts."""
 
-    def repack(self) -> None: ...
-    def block_sizes(self, num_pairs: int) -> tuple[int, int]: ...
-    def gate_up(self, x: Tensor, blocks: Blocks, topk: int) -> Tensor: ...
-    def down(self, hidden: Tensor, blocks: Blocks) -> Tensor: ...
+    def repack(self) -> None:
+        """Rearranges freshly loaded words, in place."""
+
+    def block_sizes(self, num_pairs: int) -> tuple[int, int]:
+        """Rows a block of the two products."""
+
+    def gate_up(self, x: Tensor, blocks: Blocks, topk: int) -> Tensor:
+        """(T, H) to (P, 2 I); rows of no block are undefined."""
+
+    def down(self, hidden: Tensor, blocks: Blocks) -> Tensor:
+        """(P, I) to (P, H); rows of no block are undefined."""
 
 
 class FusedExperts:
@@ -40,6 +47,7 @@ class FusedExperts:
 
     Args:
         plain: The module whose parameters these are. It must have a single group of experts.
+        products: Of plain's experts; they are repacked here.
     """
 
     def __init__(self, plain: MixtureOfExperts, products: ExpertProducts) -> None:
@@ -131,6 +139,7 @@ class FusedSwiGLU:
 
     @torch.no_grad()
     def refresh_derived(self) -> None:
+        """Copies the two projections into their joined weight, in place."""
         gate, up = self.gate_up.chunk(2)
         gate.copy_(self.plain.gate_proj.weight)
         up.copy_(self.plain.up_proj.weight)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,10 @@ from torch import Tensor
 from .flashinfer_ops import import_gpu_library
 from .moe import Int4RoutedExperts
 
-__all__ = ["Blocks", "HummingExperts", "RepackedWeightsError"]
+if TYPE_CHECKING:
+    from .fused_moe import Blocks  # It imports triton, which this file does without.
 
-Blocks = tuple[Tensor, Tensor, Tensor]  # sorted_ids, expert_ids, num_rows: see moe_kernels.align_blocks
+__all__ = ["HummingExperts", "RepackedWeightsError"]
 
 
 class RepackedWeightsError(RuntimeError):
@@ -88,6 +89,7 @@ class _Product:
         return layer.weight.data, layer.weight_scale.data
 
     def adopt(self, other: _Product) -> None:
+        """Takes over what another product's `repack` has found out."""
         self._layer_config = other._layer_config
 
     def tuning(self, num_rows: int) -> dict[str, Any]:
@@ -103,7 +105,7 @@ class _Product:
         return self._tunings[num_rows]
 
     def prepare(self, row_counts: Sequence[int]) -> None:
-        """Compiles what these sizes need, all at once; otherwise the first call of a size does, for seconds."""
+        """Compiles what these numbers of pairs need, all at once; otherwise a size's first call does, for seconds."""
         missing = {str(self.tuning(n)): self.tuning(n) for n in row_counts}
         missing = {key: tuning for key, tuning in missing.items() if key not in self._kernels}
         if not missing:
@@ -116,9 +118,11 @@ class _Product:
             self._kernels[key] = row.clone()
 
     def block_size(self, num_rows: int) -> int:
+        """Rows a block, for so many (token, expert) pairs."""
         return int(self.tuning(num_rows)["block_shape"][0])
 
     def __call__(self, x: Tensor, weight: Tensor, scale: Tensor, blocks: Blocks, topk: int) -> Tensor:
+        """Row p // topk of x times its expert's weight, for each pair p of the blocks: (num_rows * topk, out_size)."""
         num_rows = x.shape[0] * topk
         key = str(self.tuning(num_rows))
         if key not in self._kernels:
@@ -191,7 +195,7 @@ class HummingExperts:
             target.copy_(source.clone() if shared else source)
 
     def prepare(self, pair_counts: Sequence[int]) -> None:
-        """See _Product.prepare."""
+        """Compiles for these numbers of (token, expert) pairs; otherwise a size's first call does, for seconds."""
         for product in self._products.values():
             product.prepare(pair_counts)
 

@@ -98,6 +98,11 @@ class PagedKVCache:
     Attributes:
         layers: (num_hidden_layers, num_pages, page_size, kv_cache_dim). Zeros, not whatever memory held: attention
             masks unwritten slots by a weight of zero, and zero times NaN is NaN.
+        max_pages_per_seq: Most pages of one sequence.
+
+    Args:
+        max_seqs, max_seq_len: Sequences that fit at once, and tokens of each; all memory is taken now.
+        page_size: Tokens a page.
     """
 
     def __init__(
@@ -133,7 +138,8 @@ class PagedKVCache:
         if sum(wanted) > len(self._free_pages) or max(ends) > self.max_seq_len:
             raise CacheFullError(
                 f"this step needs {sum(wanted)} pages of {self.page_size} tokens and sequences of up to {max(ends)}; "
-                f"{len(self._free_pages)} pages are free and a sequence holds at most {self.max_seq_len} tokens"
+                f"{len(self._free_pages)} pages are free and a sequence holds at most {self.max_seq_len} tokens. "
+                "Release finished sequences, or make the cache with a larger max_seqs or max_seq_len"
             )
         positions: list[int] = []
         slots: list[int] = []

@@ -44,7 +44,8 @@ class MultiHeadLatentAttention(nn.Module):
         self.o_proj = nn.Linear(heads * c.v_head_dim, c.hidden_size, bias=False)
 
     def forward(self, hidden_states: Tensor, rope: tuple[Tensor, Tensor], batch: AttentionBatch) -> Tensor:
-        """
+        """Appends the step's tokens to the cache, if there is one, and attends.
+
         Args:
             hidden_states: (num_tokens, hidden_size).
             rope: cos and sin of the step's positions, each (num_tokens, qk_rope_head_dim / 2).

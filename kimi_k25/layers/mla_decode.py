@@ -196,7 +196,7 @@ def _(
 
 @kernel_op()
 def merge_parts(parts: Tensor, weights: Tensor, like: Tensor) -> Tensor:
-    """The parts of attend_parts put together, (num_seqs, num_heads, kv_lora_rank) in the dtype of `like`."""
+    """The result of attend_parts put together, (num_seqs, num_heads, kv_lora_rank) in the dtype of `like`."""
     num_seqs, splits, num_heads, rank = parts.shape
     out = like.new_empty(num_seqs, num_heads, rank)
     block = min(128, max(16, triton.next_power_of_2(rank)))

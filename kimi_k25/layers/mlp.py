@@ -1,4 +1,4 @@
-"""SwiGLU, the feed-forward block of dense layers and shared experts."""
+"""SwiGLU, the feed-forward block of dense layers and shared experts. Knows no router."""
 
 from __future__ import annotations
 

@@ -89,7 +89,11 @@ class RoutedExperts(nn.Module):
 
 
 class Int4RoutedExperts(nn.Module):
-    """The same, packed: eight values a word along the input dimension, a bfloat16 scale for every group of 32."""
+    """The same, packed: eight values a word along the input dimension, a bfloat16 scale for every group.
+
+    Raises:
+        ValueError: A row of a weight is no whole number of groups.
+    """
 
     gate_up_proj_packed: Tensor
     gate_up_proj_scale: Tensor
@@ -114,6 +118,7 @@ class Int4RoutedExperts(nn.Module):
         return super()._apply(keeping_dtype(fn, self.gate_up_proj_scale, self.down_proj_scale), recurse)
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """Rows sorted by expert, (T * K, H) to (T * K, H); rows past the last offset are zeros."""
         hidden = swiglu(int4_grouped_mm(x, self.gate_up_proj_packed, self.gate_up_proj_scale, offsets))
         return int4_grouped_mm(hidden, self.down_proj_packed, self.down_proj_scale, offsets)
 
@@ -135,7 +140,8 @@ class MixtureOfExperts(nn.Module):
         self.shared_experts = SwiGLU(c.hidden_size, shared_size) if shared_size else None
 
     def forward(self, x: Tensor, num_tokens: Tensor | None = None) -> Tensor:
-        """
+        """Each token through its chosen experts, weighted, plus the shared ones.
+
         Args:
             x: (T, H).
             num_tokens: 0-d; rows from there on are padding and reach no routed expert. None: no row is.

@@ -294,18 +294,24 @@ def _(gate_up: Tensor, shared: Tensor | None, shared_offset: int) -> tuple[Tenso
 
 
 @triton.jit
-def _combine_kernel(
-    rows, weights, ids, shared, out, H,
-    E: tl.constexpr, K: tl.constexpr, BLOCK_H: tl.constexpr, HAS_SHARED: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+def _weighted_sum(rows, weights, ids, token, h, H, E: tl.constexpr, K: tl.constexpr, BLOCK_H: tl.constexpr):
     acc = tl.zeros((BLOCK_H,), tl.float32)
     for k in tl.static_range(K):
         pair = token * K + k
         width = tl.where(tl.load(ids + pair) < E, H, 0)  # No product wrote a padding row: it may hold NaN.
         value = tl.load(rows + pair * H + h, mask=h < width, other=0.0).to(tl.float32)
         acc += value * tl.load(weights + pair)
+    return acc
+
+
+@triton.jit
+def _combine_kernel(
+    rows, weights, ids, shared, out, H,
+    E: tl.constexpr, K: tl.constexpr, BLOCK_H: tl.constexpr, HAS_SHARED: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    acc = _weighted_sum(rows, weights, ids, token, h, H, E, K, BLOCK_H)
     dtype = out.dtype.element_ty
     acc = acc.to(dtype)
     if HAS_SHARED:
@@ -351,12 +357,7 @@ def _add_norm_kernel(
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
-    acc = tl.zeros((BLOCK_H,), tl.float32)
-    for k in tl.static_range(K):
-        pair = token * K + k
-        width = tl.where(tl.load(ids + pair) < E, H, 0)  # No product wrote a padding row: it may hold NaN.
-        value = tl.load(rows + pair * H + h, mask=h < width, other=0.0).to(tl.float32)
-        acc += value * tl.load(weights + pair)
+    acc = _weighted_sum(rows, weights, ids, token, h, H, E, K, BLOCK_H)
     dtype = normed.dtype.element_ty
     acc = acc.to(dtype).to(tl.float32)
     if HAS_SHARED:

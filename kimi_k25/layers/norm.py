@@ -1,4 +1,4 @@
-"""RMSNorm, alone or after a residual addition."""
+"""RMSNorm, alone or after a residual addition. Knows no model."""
 
 from __future__ import annotations
 

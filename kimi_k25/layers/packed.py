@@ -63,6 +63,10 @@ def packed_attention(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool = False, scale: float) -> Tensor:
-    """scaled_dot_product_attention on (num_seqs, length, num_heads, head_dim)."""
+    """scaled_dot_product_attention on (num_seqs, length, num_heads, head_dim).
+
+    Args:
+        mask: True where a query may look, broadcast to (num_seqs, num_heads, query length, key length); None: everywhere.
+    """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale).transpose(1, 2)

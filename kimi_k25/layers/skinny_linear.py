@@ -57,7 +57,13 @@ def _(x: Tensor, weight: Tensor, float32: bool) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, *, float32: bool = False) -> Tensor:
-    """x @ weight.T by whichever product is faster at this number of rows; float32 keeps the sum unrounded."""
+    """x @ weight.T by whichever product is faster at this number of rows.
+
+    Args:
+        x: (num_rows, in).
+        weight: (out, in), contiguous.
+        float32: Keeps the sum unrounded: the result is float32 instead of x's dtype.
+    """
     if x.shape[0] == 1:
         return one_row_linear(x, weight, float32)
     if not float32:
