@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kimi_k25.tiny.questions import corpus
-from kimi_k25.tiny.vocabulary import train_merges, write_tiktoken
+from .questions import corpus
+from .vocabulary import train_merges, write_tiktoken
 
 FOLDER = Path(__file__).resolve().parent
 INT4_FOLDER = FOLDER / "int4"

@@ -14,16 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kimi_k25.layers.kv_cache import AttentionBatch
-from kimi_k25.model import KimiK25ForConditionalGeneration
-from kimi_k25.tiny.packing import BatchShape
-from kimi_k25.vision_tower import Grid, VisionPositionEmbedding, in_row_order, rows_by_grid, vision_rope
+from ..layers.kv_cache import AttentionBatch
+from ..model import KimiK25ForConditionalGeneration
+from ..vision_tower import Grid, VisionPositionEmbedding, in_row_order, rows_by_grid, vision_rope
+from .packing import BatchShape
 
 Stack = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class VisionBlocks(nn.Module):
-    """The vision tower's blocks."""
+    """The vision tower's blocks: (num_patches, vt_hidden_size) to the same, with cos, sin and cu_seqlens as tensors."""
 
     def __init__(self, blocks: nn.ModuleList, max_seqlen: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class VisionBlocks(nn.Module):
 
 
 class DecoderLayers(nn.Module):
-    """The decoder's layers and its final norm."""
+    """The decoder's layers and its final norm: (num_tokens, hidden_size) to the same, likewise."""
 
     def __init__(self, layers: nn.ModuleList, norm: nn.Module, max_seqlen: int) -> None:
         super().__init__()

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kimi_k25.model import KimiK25ForConditionalGeneration
-from kimi_k25.tiny.lessons import Lesson
-from kimi_k25.tiny.packing import Packer
-from kimi_k25.tiny.questions import UNKNOWN
-from kimi_k25.tokenizer import Tokenizer
+from ..model import KimiK25ForConditionalGeneration
+from ..tokenizer import Tokenizer
+from .lessons import Lesson
+from .packing import Packer
+from .questions import UNKNOWN
 
 MAX_NEW_TOKENS = 32
 

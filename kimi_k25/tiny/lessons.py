@@ -14,10 +14,11 @@ from typing import Any
 
 from PIL import Image
 
-from kimi_k25.tiny import digits, scenes
-from kimi_k25.tiny.questions import (
+from . import digits, scenes
+from .questions import (
     COLORS,
     DIRECTIONS,
+    KINDS,
     MAX_COUNT,
     PLACES,
     REASONING,
@@ -85,11 +86,11 @@ class Teacher:
         self._scans, self._labels = digits.split(self.part)
 
     def lesson(self) -> Lesson:
-        """A conversation of one to four turns, sometimes about a second picture after the first."""
+        """One to four questions on a picture, sometimes its description, sometimes one more on a second picture."""
         rng = self.rng
-        turns = self._turns(rng.choices(_TRAINING_KINDS, _TRAINING_WEIGHTS)[0], rng.choice((1, 2, 2, 3, 4)))
+        turns = self._turns(rng.choices(KINDS, _TRAINING_WEIGHTS)[0], rng.choice((1, 2, 2, 3, 4)))
         if rng.random() < 0.12:
-            turns += self._turns(rng.choices(_TRAINING_KINDS, _TRAINING_WEIGHTS)[0], 1)
+            turns += self._turns(rng.choices(KINDS, _TRAINING_WEIGHTS)[0], 1)
         system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.05 else None
         return Lesson(turns, rng.random() < 0.5, system)
 
@@ -313,7 +314,7 @@ class Teacher:
         return self.rng.sample(topics, min(count, len(topics)))
 
 
-_TRAINING_KINDS = ("digit", "color", "shape", "count", "position", "compare", "video", "arithmetic", "unknown")
+# How often a lesson begins with each kind; in KINDS' order, which the seed's draws depend on.
 _TRAINING_WEIGHTS = (22, 3, 8, 17, 20, 14, 7, 4, 5)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kimi_k25.tiny.quantize import on_grid
+from .quantize import on_grid
 
 BETAS, EPS, WEIGHT_DECAY, MAX_GRAD_NORM = (0.9, 0.98), 1e-10, 0.05, 1.0
 

@@ -17,9 +17,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from kimi_k25.tiny.lessons import Lesson, Teacher, Turn, Video
-from kimi_k25.tiny.scenes import MAX_SIDE, MIN_CROWD_SIDE, Sizes
-from kimi_k25.tokenizer import Tokenizer
+from ..tokenizer import Tokenizer
+from .lessons import Lesson, Teacher, Turn, Video
+from .scenes import MAX_SIDE, MIN_CROWD_SIDE, Sizes
 
 PATCH, MERGED = 14, 28  # Pixels of a patch's side, and of the square that becomes one token.
 CHUNK_FRAMES = 4
@@ -54,6 +54,7 @@ class Batch:
         return replace(self, **on_device)
 
     def pin_memory(self) -> Batch:
+        """The same in pinned memory; the DataLoader asks for it."""
         return Batch(*(getattr(self, name).pin_memory() for name in self.__slots__))
 
     def pixel_values(self, dtype: torch.dtype) -> Tensor:
@@ -74,6 +75,7 @@ class Packed:
     grids: list[tuple[int, int, int]] = field(default_factory=list)
 
     def add(self, ids: Sequence[int], *, learned: bool = False) -> None:
+        """Appends ids, all of them to be predicted or none."""
         self.ids.extend(ids)
         self.learned.extend([learned] * len(ids))
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kimi_k25.layers.int4 import pack_int4
-from kimi_k25.tiny.architecture import QUANTIZATION_CONFIG
+from ..layers.int4 import pack_int4
+from .architecture import QUANTIZATION_CONFIG
 
 GROUP_SIZE = 32
 # A group's largest value in steps of its scale, and by how many units in its last place the scale is then moved. 7.5 is
@@ -88,6 +88,7 @@ def quantize_checkpoint(source: Path, target: Path) -> None:
 
 
 def main() -> None:
+    """The command."""
     about = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(prog="python -m kimi_k25.tiny.quantize", description=about)
     parser.add_argument("source", type=Path, help="folder of a bfloat16 checkpoint with one model.safetensors")

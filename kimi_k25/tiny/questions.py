@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-DIGITS = "0123456789"
 COLORS = ("red", "green", "blue", "yellow", "purple", "orange", "black", "white")
 SHAPES = ("circle", "square", "triangle", "star", "cross")
 PLACES = (

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kimi_k25.layers.moe import Router
+from ..layers.moe import Router
 
 
 class RouterBalance:

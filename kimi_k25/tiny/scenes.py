@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageDraw
 
-from kimi_k25.tiny.digits import FILTERS
-from kimi_k25.tiny.questions import COLORS, PLACES, SHAPES
+from .digits import FILTERS
+from .questions import COLORS, PLACES, SHAPES
 
 RGB = tuple[int, int, int]
 

@@ -27,16 +27,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kimi_k25.checkpoint import load_model, save_checkpoint
-from kimi_k25.config import KimiK25Config
-from kimi_k25.model import KimiK25ForConditionalGeneration
-from kimi_k25.tiny import architecture, captured, evaluate, plots
-from kimi_k25.tiny.lessons import Lesson, exam
-from kimi_k25.tiny.master_weights import MasterWeights
-from kimi_k25.tiny.packing import NO_TARGET, Batch, BatchShape, LessonBatches, Packer
-from kimi_k25.tiny.quantize import quantize_checkpoint
-from kimi_k25.tiny.router_balance import RouterBalance
-from kimi_k25.tokenizer import Tokenizer, load_tokenizer
+from ..checkpoint import load_model, save_checkpoint
+from ..config import KimiK25Config
+from ..model import KimiK25ForConditionalGeneration
+from ..tokenizer import Tokenizer, load_tokenizer
+from . import architecture, captured, evaluate, plots
+from .lessons import Lesson, exam
+from .master_weights import MasterWeights
+from .packing import NO_TARGET, Batch, BatchShape, LessonBatches, Packer
+from .quantize import quantize_checkpoint
+from .router_balance import RouterBalance
 
 SEED = 0
 MINUTES = 7.0
@@ -102,7 +102,11 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 class Training:
-    """The state of one run, and its steps."""
+    """The state of one run, and its steps.
+
+    Args:
+        steps: How many the run is to have.
+    """
 
     def __init__(self, device: torch.device, shape: BatchShape, *, steps: int, seed: int = SEED) -> None:
         self.steps, self.device, self.step, self.seconds = steps, device, 0, 0.0
@@ -131,6 +135,7 @@ class Training:
         self.step += 1
 
     def log(self, every: int) -> None:
+        """Adds the mean loss and the experts' load of the last `every` steps to the history. Syncs with the device."""
         loss = self._loss.item() / every
         self._loss.zero_()
         self.history["steps"].append(self.step)
