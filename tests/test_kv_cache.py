@@ -102,9 +102,11 @@ def test_the_error_says_what_was_asked_for_and_what_there_is():
         f"{too_long.value}\n{too_many.value}".replace("; ", ";\n"),
         """\
 this step needs 4 pages of 4 tokens and sequences of up to 13;
-3 pages are free and a sequence holds at most 12 tokens
+3 pages are free and a sequence holds at most 12 tokens;
+release finished sequences, or make the cache with a larger max_seqs or max_seq_len
 this step needs 2 pages of 4 tokens and sequences of up to 4;
-1 pages are free and a sequence holds at most 12 tokens""",
+1 pages are free and a sequence holds at most 12 tokens;
+release finished sequences, or make the cache with a larger max_seqs or max_seq_len""",
     )
 
 

@@ -138,8 +138,8 @@ class PagedKVCache:
         if sum(wanted) > len(self._free_pages) or max(ends) > self.max_seq_len:
             raise CacheFullError(
                 f"this step needs {sum(wanted)} pages of {self.page_size} tokens and sequences of up to {max(ends)}; "
-                f"{len(self._free_pages)} pages are free and a sequence holds at most {self.max_seq_len} tokens. "
-                "Release finished sequences, or make the cache with a larger max_seqs or max_seq_len"
+                f"{len(self._free_pages)} pages are free and a sequence holds at most {self.max_seq_len} tokens; "
+                "release finished sequences, or make the cache with a larger max_seqs or max_seq_len"
             )
         positions: list[int] = []
         slots: list[int] = []

@@ -66,7 +66,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool
     """scaled_dot_product_attention on (num_seqs, length, num_heads, head_dim).
 
     Args:
-        mask: True where a query may look, broadcast to (num_seqs, num_heads, query length, key length); None: everywhere.
+        mask: True where a query may look, (num_seqs, num_heads, queries, keys) or broadcast to it; None: everywhere.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale).transpose(1, 2)
