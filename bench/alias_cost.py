@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import os
-import platform
-import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+from harness import provenance, write_result
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -161,21 +156,12 @@ def main() -> None:
     ns = measure()
     print(table(ns))
     if arguments.json:
-        git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-        cpu_lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpus = [line.split(":")[1].strip() for line in cpu_lines if line.startswith("model name")]
-        cpu = cpus[0] if cpus else "unknown CPU"
         result = {
-            "date": datetime.now(UTC).date().isoformat(),
-            "machine": f"{cpu}, {os.cpu_count()} cores, {platform.system()}",
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
-            "commit": commit,
-            "command": shlex.join(["python", *sys.argv]),
+            **provenance(),
             "unit": f"ns, fastest of {NUM_ROUNDS} interleaved rounds, thread CPU time",
             "rows": {name: round(value, 1) for name, value in ns.items()},
         }
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(arguments.json, result)
 
 
 if __name__ == "__main__":

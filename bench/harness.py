@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: times by CUDA events, ceilings of the card, and results that say where they are from.
+"""What the benchmarks share: times by CUDA events, ceilings of the card, and results that say where they are from.
 
 Knows no model.
 """
@@ -56,6 +56,7 @@ class Timing:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Timing:
+        """Median and deciles of these milliseconds."""
         deciles = statistics.quantiles(samples, n=10, method="inclusive")
         return cls(round(statistics.median(samples), 4), round(deciles[0], 4), round(deciles[-1], 4))
 
@@ -74,20 +75,6 @@ def measure(fn: Callable[[], object], *, rounds: int = 20, warmup: int = 3) -> T
         end.synchronize()
         samples.append(start.elapsed_time(end))
     return Timing.of(samples)
-
-
-def graph_time_us(fn: Callable[[], object], *, calls: int = 10, rounds: int = 20) -> float:
-    """Microseconds of one call among many in a CUDA graph: what a kernel costs without its launch."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            fn()
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(calls):
-                fn()
-    return measure(graph.replay, rounds=rounds).median_ms * 1000 / calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +107,7 @@ def provenance() -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    machine = f"{platform.machine()}, {platform.system()}"
+    machine = f"{_cpu_name()}, {os.cpu_count()} cores, {platform.system()}"
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         machine = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {machine}"
@@ -133,6 +120,15 @@ def provenance() -> dict[str, Any]:
         "commit": os.environ.get("COMMIT") or git.stdout.strip() or "unknown",
         "command": "python " + shlex.join(Path(arg).name if Path(arg).is_absolute() else arg for arg in sys.argv),
     }
+
+
+def _cpu_name() -> str:
+    """As Linux has it; elsewhere the architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:

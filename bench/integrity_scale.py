@@ -9,17 +9,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from harness import REPOSITORY, provenance, write_result
+
 NUM_TENSORS, NUM_FILES = 208_550, 64
 BYTES = {"BF16": 2, "F32": 4, "I32": 4}
 
@@ -117,7 +116,7 @@ def measure(*argv: str) -> dict[str, object]:
     began = time.perf_counter()
     child = subprocess.Popen(
         [sys.executable, "-c", _CHILD, str(write_end), *argv],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         pass_fds=[write_end],
         stdout=subprocess.PIPE,
         text=True,
@@ -174,20 +173,10 @@ def main() -> None:
             print(f"{row:28} exit {best['exit']}  {best['wall_s']:6.2f} s wall  {best['cpu_s']:6.2f} s CPU  "
                   f"{best['peak_mb']:6.0f} MB", flush=True)  # fmt: skip
             rows[row] = {k: v for k, v in best.items() if k != "out"}
-    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    result = {
-        "bench": "integrity_scale",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "python": platform.python_version(),
-        "num_tensors": NUM_TENSORS,
-        "num_files": NUM_FILES,
-        "rows": rows,
-    }
+    result = {**provenance(), "num_tensors": NUM_TENSORS, "num_files": NUM_FILES, "rows": rows}
     print(json.dumps(result))
     if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(args.json, result)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -19,15 +17,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+from harness import REPOSITORY, provenance, write_result
 from safetensors.torch import load_file
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
-from kimi_k25 import KimiK25Config, KimiK25ForConditionalGeneration, load_model, save_checkpoint  # noqa: E402
+from kimi_k25 import KimiK25Config, KimiK25ForConditionalGeneration, load_model, save_checkpoint
 
 ROWS = ("load_file + clone", "load_model", "load_model, float32")
 
@@ -140,20 +137,12 @@ def main() -> None:
             cells += [f"{run['loaded_bytes'] / 1e6:.0f}", f"{(run['peak_bytes'] - run['loaded_bytes']) / 1e6:.0f}"]
             print(f"| {' | '.join(cells)} |")
     if arguments.json:
-        git = ["git", "-C", str(REPOSITORY), "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-        cpu_lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpus = [line.split(":")[1].strip() for line in cpu_lines if line.startswith("model name")]
         result = {
-            "date": datetime.now(UTC).date().isoformat(),
-            "machine": f"{cpus[0] if cpus else 'unknown CPU'}, {platform.system()}",
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
-            "commit": commit,
-            "command": shlex.join(["python", *sys.argv]),
+            **provenance(),
             "unit": f"fastest times and largest memory of {arguments.rounds} processes, one thread, page cache warm",
             "rows": rows,
         }
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(arguments.json, result)
 
 
 if __name__ == "__main__":
