@@ -83,7 +83,7 @@ def load_model(
     """
     device = _present_device(device)
     if dtype not in (None, torch.float32, torch.bfloat16):
-        raise ValueError(f"dtype is {dtype}; supported: torch.float32, torch.bfloat16")
+        raise ValueError(f"dtype is {dtype!r}; supported: torch.float32, torch.bfloat16")
     files = read_checkpoint(checkpoint)
     if (files.folder / "hf_quant_config.json").exists():
         reason = f"marks a ModelOpt (NVFP4) checkpoint; {SUPPORTED}"

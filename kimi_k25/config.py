@@ -7,6 +7,7 @@ Source: Moonshot's configuration_kimi_k25 and the values of the published checkp
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -444,7 +445,7 @@ def _quantization(outer: _Fields, text: _Fields) -> QuantizationConfig | None:
     return QuantizationConfig.from_dict(found[0]) if found else None
 
 
-def load_config(checkpoint: str | Path) -> KimiK25Config:
+def load_config(checkpoint: str | os.PathLike[str]) -> KimiK25Config:
     """Reads a checkpoint folder's config.json, and generation_config.json if it is there.
 
     Raises:

@@ -35,6 +35,8 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.max_new_tokens, int):  # 2.5 would never be reached
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens!r}; expected an integer")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; expected at least 1")
         if not 0 <= self.temperature < float("inf"):
@@ -61,7 +63,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedToken:
-    """A token of sequence `index`; the last one of a sequence has a finish_reason."""
+    """A token of sequence `index`; the last one of a sequence has a finish_reason, and at "stop" is the stop token."""
 
     index: int
     token_id: int

@@ -5,6 +5,7 @@ Brings tokenizer, chat template and image processor together. Knows no weights a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,11 +135,18 @@ class Processor:
             tools: In OpenAI's format.
 
         Raises:
+            TypeError: Pictures or videos that are no list, or something else in it.
             ValueError: The messages are not in the format, or hold more or fewer media parts than were given.
         """
+        for name, media in (("images", images), ("videos", videos)):
+            if not isinstance(media, Sequence) or isinstance(media, str):
+                raise TypeError(f"{name} is a {type(media).__name__}; a list is expected, also for one")
+        for i, video in enumerate(videos):
+            if not isinstance(video, tuple) or len(video) != 2:
+                raise TypeError(f"video {i} is a {type(video).__name__}; a pair of frames and fps is expected")
         if isinstance(messages, str):
-            media = [{"type": "image"}] * len(images) + [{"type": "video"}] * len(videos)
-            content = [*media, {"type": "text", "text": messages}] if media else messages
+            parts = [{"type": "image"}] * len(images) + [{"type": "video"}] * len(videos)
+            content = [*parts, {"type": "text", "text": messages}] if parts else messages
             messages = [{"role": "user", "content": content}]
         num_parts = _count_media_parts(messages)
         for kind, given in (("image", len(images)), ("video", len(videos))):
@@ -205,18 +213,20 @@ class Processor:
                 ids += [self.tokenizer.special_ids[piece]] if is_control else self.tokenizer.encode(piece)
         return ids
 
-    def decode(self, token_ids: Iterable[int]) -> str:
+    def decode(self, token_ids: Iterable[int] | torch.Tensor) -> str:
         """Returns the text of ids, control tokens by their names."""
-        return self.tokenizer.decode(token_ids)
+        return self.tokenizer.decode(map(int, token_ids))
 
-    def output_stream(self, prompt_ids: Iterable[int]) -> OutputStream:
+    def output_stream(self, prompt_ids: Iterable[int] | torch.Tensor) -> OutputStream:
         """Returns a stream for what follows `prompt_ids`: it starts in the reasoning if they left one open."""
         special_ids = self.tokenizer.special_ids
         thinks = [i for i in map(int, prompt_ids) if i in (special_ids.get("<think>"), special_ids.get("</think>"))]
         return OutputStream(self.tokenizer, is_reasoning=bool(thinks) and thinks[-1] == special_ids.get("<think>"))
 
-    def split_output(self, prompt_ids: Iterable[int], output_ids: Iterable[int]) -> OutputText:
-        """Returns reasoning and answer of a whole output."""
+    def split_output(
+        self, prompt_ids: Iterable[int] | torch.Tensor, output_ids: Iterable[int] | torch.Tensor
+    ) -> OutputText:
+        """Returns reasoning and answer of a whole output; a stop token in it is text as any control token is."""
         stream = self.output_stream(prompt_ids)
         texts = [*(stream.put(int(i)) for i in output_ids), stream.finish()]
         return OutputText("".join(text.reasoning for text in texts), "".join(text.answer for text in texts))
@@ -250,7 +260,7 @@ def _count_media_parts(messages: Any) -> dict[str, int]:
     return counts
 
 
-def _check_patches(media: MediaConfig, vision: VisionConfig, checkpoint: str | Path) -> None:
+def _check_patches(media: MediaConfig, vision: VisionConfig, folder: Path) -> None:
     """Patches of another size than the vision tower's would be an error far from here, or none at all."""
     merge = (media.merge_kernel_size, media.merge_kernel_size)
     for field, stated, expected in (
@@ -259,25 +269,26 @@ def _check_patches(media: MediaConfig, vision: VisionConfig, checkpoint: str | P
     ):
         if stated != expected:
             reason = f"media_proc_cfg.{field} is {stated}, but vision_config.{field} in config.json is {expected}"
-            raise UnreadableFileError(Path(checkpoint) / "preprocessor_config.json", reason)
+            raise UnreadableFileError(folder / "preprocessor_config.json", reason)
 
 
-def load_processor(checkpoint: str | Path) -> Processor:
+def load_processor(checkpoint: str | os.PathLike[str]) -> Processor:
     """Loads tokenizer, chat template and image processor of a checkpoint folder.
 
     Raises:
         UnreadableFileError, ConfigError, FileNotFoundError: A file is missing or broken.
         ValueError: config.json and the tokenizer disagree on the placeholder.
     """
-    config = load_config(checkpoint)
-    tokenizer = load_tokenizer(checkpoint)
-    image_processor = load_image_processor(checkpoint)
-    _check_patches(image_processor.config, config.vision_config, checkpoint)
+    folder = Path(checkpoint)
+    config = load_config(folder)
+    tokenizer = load_tokenizer(folder)
+    image_processor = load_image_processor(folder)
+    _check_patches(image_processor.config, config.vision_config, folder)
     names = [*tokenizer.special_ids, config.video_placeholder]
     try:
         return Processor(
             tokenizer,
-            load_chat_template(checkpoint, names),
+            load_chat_template(folder, names),
             image_processor,
             media_placeholder_token_id=config.media_placeholder_token_id,
             video_placeholder=config.video_placeholder,
@@ -285,4 +296,4 @@ def load_processor(checkpoint: str | Path) -> Processor:
     except UnreadableFileError:
         raise
     except ValueError as e:
-        raise ValueError(f"{checkpoint}: {e}") from None
+        raise ValueError(f"{folder}: {e}") from None

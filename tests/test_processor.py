@@ -202,6 +202,20 @@ def test_messages_of_another_format_are_refused(messages, message):
         PROCESSOR(messages)
 
 
+@pytest.mark.parametrize(
+    "media, message",
+    [
+        ({"images": make_image("A")}, "images is a Image; a list is expected, also for one"),
+        ({"images": None}, "images is a NoneType; a list is expected"),
+        ({"images": ["a.png"]}, "image 0 is a str; a PIL.Image.Image is expected"),
+        ({"videos": [make_frames(2)]}, "video 0 is a list; a pair of frames and fps is expected"),
+    ],
+)
+def test_media_of_another_form_are_refused(media, message):
+    with pytest.raises(TypeError, match=message):
+        PROCESSOR("hi", **media)
+
+
 # ------------------------------------------------------------------ checkpoints
 
 
