@@ -15,16 +15,15 @@ import argparse
 import gc
 import itertools
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import measure, print_table, provenance, refuse, require_hopper, write_result
-from rank_share import CONTEXT, EXPERTS, HIDDEN, TOPK, Steps, build, set_fast, share_config
+from harness import measure, print_table, provenance, refuse, write_result
+from rank_share import CONTEXT, HIDDEN, TOPK, Steps, build, require_room, set_fast, share_config
 from torch import Tensor
 
 from kimi_k25.decoder_graphs import GraphedDecoder
@@ -46,35 +45,26 @@ def churn() -> None:
 
 
 class Share:
-    """The model, its cache, and runners made on them."""
+    """The model on its fast kernels, its cache, and graphs captured over them, one plan at a time."""
 
-    def __init__(self, tp: int, layers: int, device: torch.device, *, deterministic: bool) -> None:
+    def __init__(
+        self, tp: int, layers: int, device: torch.device, *, deterministic: bool, sizes: Sequence[int]
+    ) -> None:
         self.config = share_config(tp, layers)
+        self.deterministic = deterministic
         self.model = build(self.config, device, expert_layers=1)
+        self.fast = set_fast(self.model, deterministic=deterministic)
+        if self.fast.experts:
+            self.fast.experts[0].products.prepare([n * TOPK for n in sizes])
         self.cache = PagedKVCache(
             self.config.text_config, max_seqs=8, max_seq_len=4096 + 64, dtype=torch.bfloat16, device=device
         )
         self.cache.layers[:, 1:].normal_()
-        self.decoders: list[GraphedDecoder] = []
-        # Runners list the state_dict's names, which the rearranged experts refuse: all are made before.
-        self._plans: list[GraphPlan] = []
-        self.deterministic = deterministic
-        self.fast: Any = None
-
-    def plan(self, **options: Any) -> int:
-        """Makes a runner, not yet captured; its number."""
-        plan = GraphPlan(backend="cuda", strict=True, **options)
-        self.decoders.append(GraphedDecoder(self.model, self.cache, plan))
-        return len(self.decoders) - 1
-
-    def rearrange(self, sizes: list[int]) -> None:
-        self.fast = set_fast(self.model, deterministic=self.deterministic)
-        if self.fast.experts:
-            self.fast.experts[0].products.prepare([n * TOPK for n in sizes])
 
     @contextmanager
-    def captured(self, number: int) -> Iterator[tuple[GraphedDecoder, Steps]]:
-        decoder = self.decoders[number]
+    def captured(self, **plan: Any) -> Iterator[tuple[GraphedDecoder, Steps]]:
+        """Graphs of a GraphPlan with these fields; dropped at the end of the block."""
+        decoder = GraphedDecoder(self.model, self.cache, GraphPlan(backend="cuda", strict=True, **plan))
         decoder.runner.capture()
         print(decoder.runner.describe(), flush=True)
         yield decoder, Steps(self.model, self.cache, decoder)
@@ -83,14 +73,14 @@ class Share:
         torch.cuda.empty_cache()
 
 
-def bitwise_by_order(share: Share, number: int) -> tuple[dict[str, bool], dict[str, Any]]:
+def bitwise_by_order(share: Share) -> tuple[dict[str, bool], dict[str, Any]]:
     """Whether every replay equals eager on the same padded inputs, bit for bit, for each order of the buckets.
 
     The second result is what `peer` says on the same share.
     """
     generator = torch.Generator("cuda").manual_seed(1)
     result = {}
-    with share.captured(number) as (decoder, steps), torch.inference_mode():
+    with share.captured(prefill=BucketPolicy.of(ORDERED)) as (decoder, steps), torch.inference_mode():
         cases = {}
         for bucket in ORDERED:
             tokens = bucket - 3  # With padding rows.
@@ -108,8 +98,9 @@ def bitwise_by_order(share: Share, number: int) -> tuple[dict[str, bool], dict[s
     return result, library
 
 
-def ladder_figures(share: Share, number: int) -> dict[str, Any]:
-    with share.captured(number) as (decoder, _):
+def ladder_figures(share: Share, bridges: str) -> dict[str, Any]:
+    """Seconds and GiB of the 42-size ladder with these bridges."""
+    with share.captured(prefill=LADDER, bridges=bridges) as (decoder, _):
         report, stats = decoder.runner.memory_report(), decoder.runner.stats()
     total = report.graph_bytes + report.bridge_bytes + report.static_bytes
     return {
@@ -203,6 +194,7 @@ def peer(share: Share, steps: Steps) -> dict[str, Any]:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
+    """What pieces cost over one full graph, and the ladders' memory."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -220,7 +212,28 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure.savefig(path)
 
 
+def pieces_over_full(
+    share: Share, decoder: GraphedDecoder, steps: Steps, rounds: int
+) -> list[tuple[int, float, float]]:
+    """Tokens, milliseconds in pieces, milliseconds in one full graph."""
+    rows = []
+    for tokens in TOKENS:
+        ids, batch = steps.prefill(tokens)
+        embeds = share.model.language_model.model.embed_tokens(ids)
+        inputs = decoder._inputs(embeds, batch)
+
+        def pieces(inputs: dict[str, Tensor] = inputs) -> Tensor:
+            return decoder.runner.run(inputs, clone=False)
+
+        graph = full_graph(share, embeds, batch)
+        in_pieces, full = measure(pieces, rounds=rounds), measure(graph.replay, rounds=rounds)
+        graph.reset()
+        rows.append((tokens, in_pieces.median_ms, full.median_ms))
+    return rows
+
+
 def main() -> None:
+    """Measures everything; writes the JSON and the plot where they are asked for, prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tp", type=int, default=8)
     parser.add_argument("--layers", type=int, default=61)
@@ -230,47 +243,28 @@ def main() -> None:
     args = parser.parse_args()
     if args.layers < 2:
         refuse("--layers must be at least 2: one dense layer and one of experts")
-    expert_gib = (args.layers - 1) * EXPERTS * 3 * HIDDEN * (2048 / args.tp) * 0.5625 / 2**30
-    device = require_hopper(expert_gib * 1.05 + 16 + 0.33 * args.layers, "use fewer --layers or a larger --tp")
+    device = require_room(args.tp, args.layers, spare_gib=16)
 
-    small = Share(args.tp, min(args.layers, 4), device, deterministic=True)
-    number = small.plan(prefill=BucketPolicy.of(ORDERED))
-    small.rearrange(list(ORDERED))
-    bitwise, library_small = bitwise_by_order(small, number)
+    small = Share(args.tp, min(args.layers, 4), device, deterministic=True, sizes=ORDERED)
+    bitwise, library_small = bitwise_by_order(small)
     print("bitwise equal to eager:", bitwise, flush=True)
     del small
     gc.collect()
     torch.cuda.empty_cache()
 
-    share = Share(args.tp, args.layers, device, deterministic=False)
-    shared = share.plan(prefill=LADDER)
-    per_layer = share.plan(prefill=LADDER, bridges="per_layer")
-    decode_only = share.plan(prefill=None, decode=DECODE)
-    both = share.plan(prefill=BucketPolicy.of(TOKENS), decode=DECODE)
-    share.rearrange([*LADDER.sizes, *TOKENS, *DECODE.sizes])
-    ladders = {"shared": ladder_figures(share, shared), "per layer": ladder_figures(share, per_layer)}
-    with share.captured(decode_only) as (_, steps):
+    sizes = [*LADDER.sizes, *TOKENS, *DECODE.sizes]
+    share = Share(args.tp, args.layers, device, deterministic=False, sizes=sizes)
+    ladders = {"shared": ladder_figures(share, "shared"), "per layer": ladder_figures(share, "per_layer")}
+    with share.captured(prefill=None, decode=DECODE) as (_, steps):
         alone = measure(steps.run(steps.decode(1, CONTEXT), graphs=True), rounds=args.rounds * 3)
-    rows, ratios = [], {}
-    with share.captured(both) as (decoder, steps):
+    with share.captured(prefill=BucketPolicy.of(TOKENS), decode=DECODE) as (decoder, steps):
         beside = measure(steps.run(steps.decode(1, CONTEXT), graphs=True), rounds=args.rounds * 3)
         eager = measure(steps.run(steps.decode(1, CONTEXT), graphs=False), rounds=5)
         host = host_us_per_layer(decoder, steps, args.layers)
         with torch.inference_mode():
-            for tokens in TOKENS:
-                ids, batch = steps.prefill(tokens)
-                embeds = share.model.language_model.model.embed_tokens(ids)
-                inputs = decoder._inputs(embeds, batch)
-
-                def pieces(inputs: dict[str, Tensor] = inputs) -> Tensor:
-                    return decoder.runner.run(inputs, clone=False)
-
-                graph = full_graph(share, embeds, batch)
-                in_pieces, full = measure(pieces, rounds=args.rounds), measure(graph.replay, rounds=args.rounds)
-                graph.reset()
-                ratios[str(tokens)] = round(in_pieces.median_ms / full.median_ms, 4)
-                rows.append([tokens, in_pieces.median_ms, full.median_ms, ratios[str(tokens)]])
+            rows = pieces_over_full(share, decoder, steps, args.rounds)
             library = peer(share, steps)
+    ratios = {str(tokens): round(in_pieces / full, 4) for tokens, in_pieces, full in rows}
     result = {
         **provenance(),
         "tp": args.tp,
@@ -292,10 +286,10 @@ def main() -> None:
         write_result(args.json, result)
     if args.plot:
         plot(result, args.plot)
-    print_table(["tokens", "pieces ms", "full ms", "ratio"], rows)
+    print_table(["tokens", "pieces ms", "full ms", "ratio"], [[*row, ratios[str(row[0])]] for row in rows])
     for name in ("ladders", "decode_delta", "decode_speedup", "host_us_per_layer", "breakable_cuda_graphs"):
         print(f"{name}: {result[name]}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -16,7 +16,7 @@ import gc
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -144,6 +144,7 @@ def set_fast(model: KimiK25ForConditionalGeneration, *, deterministic: bool = Fa
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of what is expected."""
     return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
@@ -305,12 +306,14 @@ class Steps:
         self.device = cache.layers.device
 
     def prefill(self, tokens: int) -> tuple[Tensor, AttentionBatch]:
+        """One new sequence: (tokens,) ids and the step that describes them."""
         sequence = CachedSequence()
         batch = self.cache.step([sequence], [tokens])
         self.cache.release(sequence)
         return torch.randint(2, self.model.config.text_config.vocab_size, (tokens,), device=self.device), batch
 
     def decode(self, seqs: int, context: int) -> tuple[Tensor, AttentionBatch]:
+        """One token of each of `seqs` sequences that are `context` long after it."""
         sequences = [CachedSequence() for _ in range(seqs)]
         self.cache.step(sequences, [context - 1] * seqs)
         batch = self.cache.step(sequences, [1] * seqs)
@@ -333,7 +336,7 @@ class Steps:
         return call
 
 
-def main() -> None:
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tp", type=int, default=8, help="ranks that the model is divided by")
     parser.add_argument("--layers", type=int, default=61)
@@ -344,12 +347,68 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="where the time of each size goes, kernel by kernel")
     parser.add_argument("--skip-check", action="store_true", help="do not compare with plain PyTorch first")
     parser.add_argument("--json", type=Path, help="where the result goes")
-    args = parser.parse_args()
-    tokens, batches = ([int(n) for n in text.split(",") if n] for text in (args.tokens, args.batch))
+    return parser.parse_args()
 
+
+def require_room(tp: int, layers: int, *, spare_gib: float) -> torch.device:
+    """The GPU, if the share fits on it beside `spare_gib` of caches, graphs and ceilings; else exit 2."""
+    expert_gib = (layers - 1) * EXPERTS * 3 * HIDDEN * (2048 / tp) * 0.5625 / 2**30
+    return require_hopper(expert_gib * 1.05 + spare_gib + 0.33 * layers, "use fewer --layers or a larger --tp")
+
+
+def measure_sizes(
+    steps: Steps, fast: Any, ceilings: Ceilings, tokens: Sequence[int], batches: Sequence[int], *, rounds: int,
+    profile: bool,
+) -> tuple[list[dict[str, Any]], dict[str, list[dict[str, Any]]]]:  # fmt: skip
+    """A row for each size and mode, and with `profile` the kernels of each size."""
+    rows: list[dict[str, Any]] = []
+    profiles: dict[str, list[dict[str, Any]]] = {}
+    sizes = [("prefill", n, 1) for n in tokens] + [("decode", n, n) for n in batches]
+    for phase, num_tokens, seqs in sizes:
+        context = CONTEXT if phase == "decode" else 0
+        step = steps.decode(seqs, CONTEXT) if context else steps.prefill(num_tokens)
+        text = steps.model.config.text_config
+        floor = floor_ms(text, ceilings, tokens=num_tokens, seqs=seqs, context=context)
+        hit = experts_hit(fast, steps.run(step, graphs=False))
+        for mode in ("eager", "full" if context else "piecewise"):
+            call = steps.run(step, graphs=mode != "eager")
+            timing = measure(call, rounds=rounds if mode != "eager" else max(5, rounds // 3))
+            row = {"phase": phase, "tokens": num_tokens, "batch": seqs, "mode": mode, **asdict(timing)}
+            same_bits = torch.equal(call(), call())
+            rows.append(
+                row | {"floor_ms": round(floor, 3), "experts_hit": round(hit, 1), "repeats_bitwise": same_bits}
+            )
+            if profile and mode != "eager":
+                profiles[f"{phase} {num_tokens}"] = profile_kernels(call, calls=3)
+    return rows, profiles
+
+
+def print_report(rows: list[dict[str, Any]], profiles: dict[str, list[dict[str, Any]]], layers: int) -> None:
+    """Every size's kernels, then the table of times."""
+    for name, kernels in profiles.items():
+        total, launches = sum(k["us"] for k in kernels), sum(k["launches"] for k in kernels)
+        print(f"\n{name}: {total / 1000:.2f} ms in {launches:.0f} kernels, {launches / layers:.1f} a layer")
+        print_table(
+            ["us/layer", "calls/layer", "kernel"],
+            [[k["us"] / layers, k["launches"] / layers, k["kernel"][:70]] for k in kernels[:24]],
+        )
+    print()
+    print_table(
+        ["phase", "tokens", "mode", "median ms", "p10", "p90", "floor ms", "x floor", "experts", "same bits"],
+        [
+            [r["phase"], r["tokens"], r["mode"], r["median_ms"], r["p10_ms"], r["p90_ms"], r["floor_ms"],
+             r["median_ms"] / r["floor_ms"], r["experts_hit"], r["repeats_bitwise"]]
+            for r in rows
+        ],
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Checks, builds, captures, measures; writes the JSON where one is asked for, prints the tables."""
+    args = parse_args()
+    tokens, batches = ([int(n) for n in text.split(",") if n] for text in (args.tokens, args.batch))
     config = share_config(args.tp, args.layers)
-    expert_gib = (args.layers - 1) * EXPERTS * 3 * HIDDEN * (2048 / args.tp) * 0.5625 / 2**30
-    device = require_hopper(expert_gib * 1.05 + 12 + 0.33 * args.layers, "use fewer --layers or a larger --tp")
+    device = require_room(args.tp, args.layers, spare_gib=12)
     warnings.filterwarnings("ignore", message=".*cuda capability.*")
     started = time.perf_counter()
     ceilings = Ceilings.measure()
@@ -363,17 +422,17 @@ def main() -> None:
 
     began = time.perf_counter()
     model = build(config, device, expert_layers=1)
-    text = config.text_config
+    fast = set_fast(model, deterministic=args.deterministic)
     longest = max([*tokens, CONTEXT]) + 64
-    cache = PagedKVCache(text, max_seqs=max([*batches, 1]), max_seq_len=longest, dtype=torch.bfloat16, device=device)
+    cache = PagedKVCache(
+        config.text_config, max_seqs=max([*batches, 1]), max_seq_len=longest, dtype=torch.bfloat16, device=device
+    )
     cache.layers[:, 1:].normal_()
     plan = GraphPlan(
         backend="cuda", strict=True, prefill=BucketPolicy.of(tokens) if tokens else None,
         decode=BucketPolicy.of(batches) if batches else None,
     )  # fmt: skip
-    # The runner lists the state_dict's names, which the rearranged experts refuse from here on.
     graphed = GraphedDecoder(model, cache, plan)
-    fast = set_fast(model, deterministic=args.deterministic)
     torch.cuda.synchronize()
     build_seconds = time.perf_counter() - began
     began = time.perf_counter()
@@ -386,65 +445,35 @@ def main() -> None:
 
     steps = Steps(model, cache, graphed)
     balance_routers(steps.run(steps.prefill(max([*tokens, CONTEXT])), graphs=False))
-    rows: list[dict[str, Any]] = []
-    profiles: dict[str, list[dict[str, Any]]] = {}
-    sizes = [("prefill", n, 1) for n in tokens] + [("decode", n, n) for n in batches]
-    for phase, num_tokens, seqs in sizes:
-        context = CONTEXT if phase == "decode" else 0
-        step = steps.decode(seqs, CONTEXT) if context else steps.prefill(num_tokens)
-        floor = floor_ms(text, ceilings, tokens=num_tokens, seqs=seqs, context=context)
-        hit = experts_hit(fast, steps.run(step, graphs=False))
-        for mode in ("eager", "full" if context else "piecewise"):
-            call = steps.run(step, graphs=mode != "eager")
-            timing = measure(call, rounds=args.rounds if mode != "eager" else max(5, args.rounds // 3))
-            row = {"phase": phase, "tokens": num_tokens, "batch": seqs, "mode": mode, **asdict(timing)}
-            same_bits = torch.equal(call(), call())
-            rows.append(
-                row | {"floor_ms": round(floor, 3), "experts_hit": round(hit, 1), "repeats_bitwise": same_bits}
-            )
-            if args.profile and mode != "eager":
-                profiles[f"{phase} {num_tokens}"] = profile_kernels(call, calls=3)
-    result = {
-        **provenance(),
-        "ceilings": asdict(ceilings),
-        "tp": args.tp,
-        "layers": args.layers,
-        "context": CONTEXT,
-        "deterministic": args.deterministic,
-        "collectives": "none: one rank's own work",
-        "experts": "one layer's rearranged experts, copied to the others",
-        "build_seconds": round(build_seconds, 2),
-        "compile_seconds": round(compile_seconds, 2),
-        "graphs": graphed.runner.describe(),
-        "distance_to_plain": distances,
-        "rows": rows,
-    }
-    if profiles:
-        result["profiles"] = {
-            name: [
-                {"kernel": k["kernel"][:90], "launches": round(k["launches"], 2), "us": round(k["us"], 1)}
-                for k in kernels[:40]
-            ]
-            for name, kernels in profiles.items()
-        }
+    rows, profiles = measure_sizes(
+        steps, fast, ceilings, tokens, batches, rounds=args.rounds, profile=args.profile
+    )
     if args.json:
+        result = {
+            **provenance(),
+            "ceilings": asdict(ceilings),
+            "tp": args.tp,
+            "layers": args.layers,
+            "context": CONTEXT,
+            "deterministic": args.deterministic,
+            "collectives": "none: one rank's own work",
+            "experts": "one layer's rearranged experts, copied to the others",
+            "build_seconds": round(build_seconds, 2),
+            "compile_seconds": round(compile_seconds, 2),
+            "graphs": graphed.runner.describe(),
+            "distance_to_plain": distances,
+            "rows": rows,
+        }
+        if profiles:
+            result["profiles"] = {
+                name: [
+                    {"kernel": k["kernel"][:90], "launches": round(k["launches"], 2), "us": round(k["us"], 1)}
+                    for k in kernels[:40]
+                ]
+                for name, kernels in profiles.items()
+            }
         write_result(args.json, result)
-    for name, kernels in profiles.items():
-        total, launches = sum(k["us"] for k in kernels), sum(k["launches"] for k in kernels)
-        print(f"\n{name}: {total / 1000:.2f} ms in {launches:.0f} kernels, {launches / args.layers:.1f} a layer")
-        print_table(
-            ["us/layer", "calls/layer", "kernel"],
-            [[k["us"] / args.layers, k["launches"] / args.layers, k["kernel"][:70]] for k in kernels[:24]],
-        )
-    print()
-    print_table(
-        ["phase", "tokens", "mode", "median ms", "p10", "p90", "floor ms", "x floor", "experts", "same bits"],
-        [
-            [r["phase"], r["tokens"], r["mode"], r["median_ms"], r["p10_ms"], r["p90_ms"], r["floor_ms"],
-             r["median_ms"] / r["floor_ms"], r["experts_hit"], r["repeats_bitwise"]]
-            for r in rows
-        ],
-    )  # fmt: skip
+    print_report(rows, profiles, args.layers)
     graphed.runner.close()
 
 
