@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -177,8 +177,8 @@ class ImageProcessor:
         """
         return self._item([_rgb(image, name)], self.config.in_patch_limit)
 
-    def video(self, frames: Sequence[Image], fps: float, name: str = "the video") -> list[MediaItem]:
-        """Returns one item for each chunk of up to `temporal_merge_kernel_size` sampled frames.
+    def video(self, frames: Sequence[Image], fps: float, name: str = "the video") -> Iterator[MediaItem]:
+        """Yields one item for each chunk of up to `temporal_merge_kernel_size` sampled frames.
 
         Args:
             frames: All frames, of one size; only the sampled ones are looked at, in order.
@@ -193,7 +193,6 @@ class ImageProcessor:
             raise ValueError(f"{name} has no frames")
         config = self.config
         indices = sampled_frames(len(frames), fps, config)
-        items = []
         for start in range(0, len(indices), config.temporal_merge_kernel_size):
             chunk = indices[start : start + config.temporal_merge_kernel_size]
             pictures = [_rgb(frames[i], f"frame {i} of {name}") for i in chunk]
@@ -204,8 +203,7 @@ class ImageProcessor:
             limit = config.in_patch_limit_each_frame or config.in_patch_limit
             if config.in_patch_limit_video is not None:
                 limit = min(max(1, round(config.in_patch_limit_video / len(chunk))), limit)
-            items.append(self._item(pictures, limit, start_seconds=chunk[0] / fps))
-        return items
+            yield self._item(pictures, limit, start_seconds=chunk[0] / fps)
 
     def _item(self, pictures: list[Image], patch_limit: int, start_seconds: float | None = None) -> MediaItem:
         padded = self.padded(pictures, patch_limit)

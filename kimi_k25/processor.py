@@ -85,6 +85,7 @@ class Processor:
     Args:
         media_placeholder_token_id: What config.json calls the placeholder's id.
         video_placeholder: What the template writes for a video; its chunks take that place.
+        max_tokens: The model's context; media beyond it are refused before they take memory. None: no limit.
 
     Raises:
         ValueError: The tokenizer has another id for <|media_pad|>: one of the two files is of another model, or the
@@ -99,6 +100,7 @@ class Processor:
         *,
         media_placeholder_token_id: int,
         video_placeholder: str,
+        max_tokens: int | None = None,
     ) -> None:
         special_ids = tokenizer.special_ids
         pad_id = special_ids.get(MEDIA_PAD)
@@ -114,6 +116,7 @@ class Processor:
         self.chat_template = chat_template
         self.image_processor = image_processor
         self._video_placeholder = video_placeholder
+        self._max_tokens = max_tokens
 
     def __call__(
         self,
@@ -136,7 +139,8 @@ class Processor:
 
         Raises:
             TypeError: Pictures or videos that are no list, or something else in it.
-            ValueError: The messages are not in the format, or hold more or fewer media parts than were given.
+            ValueError: The messages are not in the format, hold more or fewer media parts than were given, or the
+                media exceed the model's context.
         """
         for name, media in (("images", images), ("videos", videos)):
             if not isinstance(media, Sequence) or isinstance(media, str):
@@ -186,18 +190,25 @@ class Processor:
                 input_ids += self.tokenizer.encode(piece)
             elif piece == MEDIA_PAD:
                 items.append(self.image_processor.image(images[num_images], f"image {num_images}"))
-                num_images += 1
                 input_ids += self._placeholders(items[-1])
+                self._check_room(input_ids, f"image {num_images}")
+                num_images += 1
             elif piece == self._video_placeholder:
                 frames, fps = videos[num_videos]
-                chunks = self.image_processor.video(frames, fps, f"video {num_videos}")
-                num_videos += 1
-                for chunk in chunks:
+                for chunk in self.image_processor.video(frames, fps, f"video {num_videos}"):
+                    items.append(chunk)
                     input_ids += self._chunk_ids(chunk)
-                items += chunks
+                    self._check_room(input_ids, f"video {num_videos}")
+                num_videos += 1
             else:
                 input_ids.append(self.tokenizer.special_ids[piece])
         return input_ids, items
+
+    def _check_room(self, input_ids: list[int], name: str) -> None:
+        """Stops before the pixels of an hour of video, 70 GB, are made for a prompt that the model cannot take."""
+        if self._max_tokens is not None and len(input_ids) >= self._max_tokens:
+            context = f"the model's context holds {self._max_tokens}, one of them for the answer"
+            raise ValueError(f"{name} takes the prompt to {len(input_ids)} tokens and maybe more; {context}")
 
     def _placeholders(self, item: MediaItem) -> list[int]:
         return [self.tokenizer.special_ids[MEDIA_PAD]] * item.num_tokens
@@ -292,6 +303,7 @@ def load_processor(checkpoint: str | os.PathLike[str]) -> Processor:
             image_processor,
             media_placeholder_token_id=config.media_placeholder_token_id,
             video_placeholder=config.video_placeholder,
+            max_tokens=config.text_config.max_position_embeddings,
         )
     except UnreadableFileError:
         raise

@@ -39,7 +39,7 @@ def media(name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """pixel_values and grid_thws of a prompt, or of a vision golden."""
     processor = load_image_processor(FOLDERS["base"])
     if name == "video":
-        items = processor.video(make_frames(7), 2.0, name)
+        items = list(processor.video(make_frames(7), 2.0, name))
     else:
         items = [processor.image(make_image(letter), letter) for letter in IMAGES_OF[name]]
     pixels = torch.cat([torch.from_numpy(item.pixel_values) for item in items])

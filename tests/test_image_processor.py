@@ -67,7 +67,7 @@ def test_grid_equals_golden(name):
 
 
 def test_video_chunks_equal_golden():
-    chunks = PROCESSOR.video(make_frames(7), 2.0)
+    chunks = list(PROCESSOR.video(make_frames(7), 2.0))
 
     assert len(chunks) == 2
     assert [timestamp(chunk.start_seconds) for chunk in chunks] == ["00:00:00.000", "00:00:02.000"]
@@ -105,7 +105,7 @@ def test_published_sizes_give_the_published_tokens(size, num_tokens):
 
 
 def test_full_hd_video_frame_has_1032_tokens():
-    item = ImageProcessor(FULL).video([Image.new("RGB", (1920, 1080))], 24.0)[0]
+    item = next(ImageProcessor(FULL).video([Image.new("RGB", (1920, 1080))], 24.0))
 
     assert item.num_tokens == 1032
 
@@ -200,13 +200,13 @@ def test_most_frames_of_a_video():
 def test_patches_of_a_chunk_are_limited_together():
     config = MediaConfig.from_dict(TINY | {"in_patch_limit_video": 16})
 
-    chunks = ImageProcessor(config).video(make_frames(5, 112, 112), 2.0)
+    chunks = list(ImageProcessor(config).video(make_frames(5, 112, 112), 2.0))
 
     assert [chunk.grid_thw for chunk in chunks] == [(4, 2, 2), (1, 4, 4)]
 
 
 def test_chunk_starts_at_its_first_frame():
-    chunks = PROCESSOR.video(make_frames(30), 10.0)
+    chunks = list(PROCESSOR.video(make_frames(30), 10.0))
 
     assert [chunk.start_seconds for chunk in chunks] == [0.0, 2.3]
 
@@ -214,17 +214,17 @@ def test_chunk_starts_at_its_first_frame():
 @pytest.mark.parametrize("fps", [0, -1.0, math.inf, math.nan, "2", None, True])
 def test_fps_that_is_no_rate_is_refused(fps):
     with pytest.raises(ValueError, match=r"video 3 has fps .*; a positive number is expected"):
-        PROCESSOR.video(make_frames(2), fps, "video 3")
+        list(PROCESSOR.video(make_frames(2), fps, "video 3"))
 
 
 def test_frames_of_two_sizes_are_refused():
     with pytest.raises(ValueError, match="frame 1 of the video has 5x6 while frame 0 has 40x33; one size is expected"):
-        PROCESSOR.video([*make_frames(1), Image.new("RGB", (5, 6))], 2.0)
+        list(PROCESSOR.video([*make_frames(1), Image.new("RGB", (5, 6))], 2.0))
 
 
 def test_video_without_frames_is_refused():
     with pytest.raises(ValueError, match="the video has no frames"):
-        PROCESSOR.video([], 2.0)
+        list(PROCESSOR.video([], 2.0))
 
 
 def test_what_is_no_picture_is_refused():

@@ -216,6 +216,19 @@ def test_media_of_another_form_are_refused(media, message):
         PROCESSOR("hi", **media)
 
 
+def test_media_beyond_the_context_are_refused_before_they_take_memory(checkpoint):
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = 45
+    change(checkpoint / "config.json", **config)
+    processor = load_processor(checkpoint)
+    frames = [*make_frames(16), *[None] * 999]  # to look at a fifth chunk would be a TypeError
+
+    with pytest.raises(ValueError, match=r"image \d+ takes the prompt to \d+ tokens and maybe more; the model"):
+        processor("hi", images=[make_image("A")] * 9)
+    with pytest.raises(ValueError, match=r"video 0 takes the prompt to \d+ tokens and maybe more; .* holds 45, one"):
+        processor("hi", videos=[(frames, 2.0)])
+
+
 # ------------------------------------------------------------------ checkpoints
 
 
