@@ -35,11 +35,10 @@ from harness import (
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from kimi_k25.backend import why_not_flashinfer
+from kimi_k25.backend import set_fast_decoder, why_not_flashinfer
 from kimi_k25.config import KimiK25Config, TextConfig
 from kimi_k25.decoder_graphs import GraphedDecoder
 from kimi_k25.graphs import BucketPolicy, GraphPlan
-from kimi_k25.layers.flashinfer_ops import RaggedPrefill
 from kimi_k25.layers.kv_cache import AttentionBatch, CachedSequence, PagedKVCache
 from kimi_k25.layers.moe import Int4RoutedExperts
 from kimi_k25.model import KimiK25ForConditionalGeneration
@@ -116,7 +115,6 @@ def build(config: KimiK25Config, device: torch.device, *, expert_layers: int) ->
 
 def set_fast(model: KimiK25ForConditionalGeneration, *, deterministic: bool = False) -> Any:
     """use_backend(model, "flashinfer"), but for one layer's rearranged experts, which all others copy."""
-    from kimi_k25.fast_decoder import FastDecoder
     from kimi_k25.layers.humming_experts import HummingExperts
 
     if trouble := why_not_flashinfer(model):
@@ -131,16 +129,7 @@ def set_fast(model: KimiK25ForConditionalGeneration, *, deterministic: bool = Fa
                 super().repack()
                 first.append(self)
 
-    text = model.config.text_config
-    prefill = RaggedPrefill(
-        num_heads=text.num_attention_heads, qk_head_dim=text.qk_head_dim, v_head_dim=text.v_head_dim,
-        scale=text.softmax_scale, dtype=torch.bfloat16, device=model.language_model.lm_head.weight.device,
-    )  # fmt: skip
-    decoder = model.language_model.model
-    decoder.fast = FastDecoder(
-        decoder, prefill=prefill, products=lambda experts: CopiedExperts(experts, deterministic=deterministic)
-    )
-    return decoder.fast
+    return set_fast_decoder(model, lambda experts: CopiedExperts(experts, deterministic=deterministic))
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:

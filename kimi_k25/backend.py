@@ -6,7 +6,8 @@ and what was chosen and why is one line. Knows no files.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -14,7 +15,11 @@ from .layers.flashinfer_ops import MissingLibraryError, RaggedPrefill, import_fl
 from .layers.moe import Int4RoutedExperts
 from .model import KimiK25ForConditionalGeneration
 
-__all__ = ["Backend", "BackendError", "use_backend"]
+if TYPE_CHECKING:
+    from .fast_decoder import FastDecoder
+    from .layers.fused_moe import ExpertProducts
+
+__all__ = ["Backend", "BackendError", "set_fast_decoder", "use_backend", "why_not_flashinfer"]
 
 Backend = Literal["auto", "torch", "flashinfer"]
 
@@ -70,9 +75,8 @@ def use_backend(
     """
     if backend not in ("auto", "torch", "flashinfer"):
         raise ValueError(f"backend is {backend!r}; expected 'auto', 'torch' or 'flashinfer'")
-    decoder = model.language_model.model
     if backend == "torch":
-        if decoder.fast is not None:
+        if model.language_model.model.fast is not None:
             raise BackendError(
                 "the int4 experts are already rearranged for flashinfer; load the model again for backend='torch'"
             )
@@ -81,15 +85,27 @@ def use_backend(
         if backend == "flashinfer":
             raise BackendError(trouble)
         return f"backend: torch ({trouble})"
-    from .fast_decoder import FastDecoder  # Its kernels need triton.
     from .layers.humming_experts import HummingExperts
 
-    text, weight = model.config.text_config, model.language_model.lm_head.weight
+    set_fast_decoder(model, lambda experts: HummingExperts(experts, deterministic=deterministic))
+    return f"backend: flashinfer{', deterministic' if deterministic else ''}"
+
+
+def set_fast_decoder(
+    model: KimiK25ForConditionalGeneration, products: Callable[[Int4RoutedExperts], ExpertProducts]
+) -> FastDecoder:
+    """Puts the fused kernels before the decoder's own layers; nothing is checked.
+
+    Args:
+        model: Of which why_not_flashinfer says nothing.
+        products: Makes the products of a layer's int4 experts.
+    """
+    from .fast_decoder import FastDecoder  # Its kernels need triton.
+
+    decoder, text, weight = model.language_model.model, model.config.text_config, model.language_model.lm_head.weight
     prefill = RaggedPrefill(
         num_heads=text.num_attention_heads, qk_head_dim=text.qk_head_dim, v_head_dim=text.v_head_dim,
         scale=text.softmax_scale, dtype=weight.dtype, device=weight.device,
     )  # fmt: skip
-    decoder.fast = FastDecoder(
-        decoder, prefill=prefill, products=lambda experts: HummingExperts(experts, deterministic=deterministic)
-    )
-    return f"backend: flashinfer{', deterministic' if deterministic else ''}"
+    decoder.fast = fast = FastDecoder(decoder, prefill=prefill, products=products)
+    return fast

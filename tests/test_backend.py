@@ -72,6 +72,24 @@ def test_on_a_gpu_without_the_extra_the_line_names_it(monkeypatch):
     assert use_backend(fake, "auto") == "backend: torch (flashinfer-python is not usable; install it with: pip)"
 
 
+def test_the_fast_decoder_gets_the_models_sizes_and_its_int4_experts(monkeypatch):
+    pytest.importorskip("triton")
+    model = load_model(ORACLE / "tiny_int4")
+    text, sizes, seen = model.config.text_config, {}, []
+    monkeypatch.setattr(backend, "RaggedPrefill", lambda **kwargs: sizes.update(kwargs))
+
+    def products(experts):
+        seen.append(experts)
+        return SimpleNamespace(repack=lambda: None)
+
+    fast = backend.set_fast_decoder(model, products)
+
+    assert model.language_model.model.fast is fast
+    assert sizes["num_heads"] == text.num_attention_heads and sizes["scale"] == text.softmax_scale
+    assert (sizes["qk_head_dim"], sizes["v_head_dim"]) == (text.qk_head_dim, text.v_head_dim)
+    assert seen == [layer.mlp.experts for layer in model.language_model.model.layers if hasattr(layer.mlp, "experts")]
+
+
 def test_norms_refuse_mixed_dtypes_which_flashinfer_would_reinterpret():
     x = torch.zeros(2, 8, dtype=torch.bfloat16)
 

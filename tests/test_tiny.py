@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from lesson_messages import message_content
 from PIL import Image
 
 from kimi_k25.checkpoint import load_model
@@ -14,7 +15,8 @@ from kimi_k25.config import KimiK25Config, load_config
 from kimi_k25.layers.int4 import dequantize_int4, pack_int4
 from kimi_k25.processor import load_processor
 from kimi_k25.tiny import architecture, captured, digits, scenes, train
-from kimi_k25.tiny.lessons import EXAM, Lesson, Teacher, Turn, Video, exam, media_parts
+from kimi_k25.tiny.exam import EXAM, exam
+from kimi_k25.tiny.lessons import Lesson, Teacher, Turn, Video
 from kimi_k25.tiny.master_weights import MasterWeights
 from kimi_k25.tiny.packing import NO_TARGET, BatchShape, LessonBatches, Packer
 from kimi_k25.tiny.quantize import on_grid, quantize
@@ -134,9 +136,9 @@ def test_packed_prompts_equal_the_processors(packer: Packer) -> None:
         *earlier, last = lesson.turns
         messages = [{"role": "system", "content": lesson.system}] if lesson.system is not None else []
         for turn in earlier:
-            messages.append({"role": "user", "content": media_parts(turn)})
+            messages.append({"role": "user", "content": message_content(turn)})
             messages.append({"role": "assistant", "content": turn.question.answer})
-        messages.append({"role": "user", "content": media_parts(last)})
+        messages.append({"role": "user", "content": message_content(last)})
         media = [item for turn in lesson.turns for item in turn.media]
         expected = processor(
             messages,

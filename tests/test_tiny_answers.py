@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from lesson_messages import message_content
 from PIL import Image
 
 import kimi_k25
@@ -18,7 +19,8 @@ from kimi_k25.model import KimiK25ForConditionalGeneration
 from kimi_k25.processor import Processor, load_processor
 from kimi_k25.tiny import architecture
 from kimi_k25.tiny.evaluate import score
-from kimi_k25.tiny.lessons import Lesson, Video, exam, media_parts
+from kimi_k25.tiny.exam import exam
+from kimi_k25.tiny.lessons import Lesson, Video
 from kimi_k25.tiny.questions import UNKNOWN
 
 GREEDY = SamplingParams(max_new_tokens=40, temperature=0)
@@ -43,7 +45,7 @@ def questions() -> tuple[Lesson, ...]:
 def prompt(lesson: Lesson) -> Prompt:
     turn = lesson.turns[-1]
     out = processor()(
-        [{"role": "user", "content": media_parts(turn)}],
+        [{"role": "user", "content": message_content(turn)}],
         images=[m for m in turn.media if isinstance(m, Image.Image)],
         videos=[(m.frames, m.fps) for m in turn.media if isinstance(m, Video)],
         thinking=lesson.thinking,

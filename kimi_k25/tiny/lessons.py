@@ -1,4 +1,4 @@
-"""Conversations about pictures: what training shows the model, and what the held-out questions ask. Knows no tokens.
+"""Conversations about pictures, made from a random generator. Knows no tokens.
 
 A `Lesson` is one conversation; its user turns carry pictures, its assistant turns the right answers. One picture is
 asked about several times, which costs little (its patches are encoded once) and is how a chat goes.
@@ -353,36 +353,3 @@ def _recast(scene: scenes.Scene, like: scenes.Scene, topic: str) -> scenes.Scene
     color = model.color if topic == "same_color" else thing.color
     shape = model.shape if topic == "same_shape" else thing.shape
     return scenes.Scene(scene.width, scene.height, (scenes.Thing(shape, color, thing.x, thing.y, thing.radius),))
-
-
-EXAM_SEED = 7
-EXAM = {
-    "digit": 450,
-    "color": 200,
-    "shape": 200,
-    "count": 250,
-    "position": 250,
-    "compare": 250,
-    "video": 150,
-    "arithmetic": 100,
-    "unknown": 150,
-}
-
-
-def exam(num_questions: int = 2000) -> Iterator[Lesson]:
-    """The held-out questions, always the same ones: every kind in its share, on pictures no training lesson shows.
-
-    A smaller exam is a subset in the same shares.
-    """
-    total = sum(EXAM.values())
-    for k, (kind, share) in enumerate(EXAM.items()):
-        teacher = Teacher(random.Random(f"exam {EXAM_SEED} {k}"), "test")
-        for _ in range(round(share * num_questions / total)):
-            yield teacher.single_question(kind)
-
-
-def media_parts(turn: Turn) -> list[dict[str, str]]:
-    """The turn's message content in OpenAI's chat format, pictures and text in their order."""
-    media = [{"type": "video" if isinstance(item, Video) else "image"} for item in turn.media]
-    text = {"type": "text", "text": turn.question.text}
-    return [text, *media] if turn.text_first else [*media, text]

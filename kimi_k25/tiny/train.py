@@ -32,7 +32,8 @@ from ..config import KimiK25Config
 from ..model import KimiK25ForConditionalGeneration
 from ..tokenizer import Tokenizer, load_tokenizer
 from . import architecture, captured, evaluate, plots
-from .lessons import Lesson, exam
+from .exam import exam
+from .lessons import Lesson
 from .master_weights import MasterWeights
 from .packing import NO_TARGET, Batch, BatchShape, LessonBatches, Packer
 from .quantize import quantize_checkpoint
