@@ -359,6 +359,7 @@ def test_sampling_out_of_range_is_refused():
     for values in (
         {"max_new_tokens": 0},
         {"max_new_tokens": -3},
+        {"max_new_tokens": 2.5},
         {"temperature": -0.1},
         {"temperature": float("inf")},
         {"temperature": float("nan")},
@@ -380,6 +381,7 @@ def test_sampling_out_of_range_is_refused():
         """\
 max_new_tokens is 0; expected at least 1
 max_new_tokens is -3; expected at least 1
+max_new_tokens is 2.5; expected an integer
 temperature is -0.1; expected 0 (the likeliest token) or more
 temperature is inf; expected 0 (the likeliest token) or more
 temperature is nan; expected 0 (the likeliest token) or more
