@@ -233,3 +233,13 @@ def test_a_replayed_collective_is_waited_for(collectives, case):
 def test_a_collective_that_nobody_waits_for_is_refused(collectives):
     for rank in collectives:
         assert rank["forgotten"].startswith("c10d.allreduce_.default was started and nobody waited for it")
+
+
+def test_memory_that_a_recording_freed_is_not_taken_for_its_own():
+    tape = Tape()
+    record(lambda: [torch.empty(7) for _ in range(50)] and None, tape=tape)
+    record(lambda: None, tape=tape)
+
+    others = [torch.empty(7) for _ in range(50)]
+
+    assert not any(tape.owns(other) for other in others)

@@ -114,7 +114,8 @@ class Tape:
     def __init__(self, *, poison: bool = False) -> None:
         self._watch = CaptureWatch(self._refuse, self._record)
         self._poison = poison
-        self._owners: dict[int, int] = {}  # storage -> number of the recording that made it
+        # Storage -> number of the recording that made it, and a tensor in it: once freed, its key would be another's.
+        self._owners: dict[int, tuple[int, Tensor]] = {}
         self._recording = 0
         self._fresh: list[Tensor] = []
         self._segment: _Segment | None = None
@@ -184,7 +185,7 @@ class Tape:
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._segment is not None
         used = {_storage_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        if any(self._owners.get(key, self._recording) != self._recording for key in used):
+        if any(key in self._owners and self._owners[key][0] != self._recording for key in used):
             self._watch.report(
                 str(func), "reads a tensor that an earlier capture made (kept on a module or in a cache?)"
             )
@@ -199,7 +200,9 @@ class Tape:
             if isinstance(leaf, Tensor) and _storage_key(leaf) not in used
         ]
         for _, tensor in fresh:
-            if self._owners.setdefault(_storage_key(tensor), self._recording) == self._recording:
+            key = _storage_key(tensor)
+            if key not in self._owners:
+                self._owners[key] = (self._recording, tensor)
                 self.nbytes += tensor.untyped_storage().nbytes()
             self._fresh.append(tensor)
         if not _only_allocates(func) and (fresh or not _only_views(func)):
