@@ -42,6 +42,8 @@ def why_not_flashinfer(model: KimiK25ForConditionalGeneration) -> str:
     shape = (text.kv_lora_rank, text.qk_head_dim, text.v_head_dim)
     if shape != (512, 192, 128):
         return f"latent and head sizes are {shape}; FlashInfer's kernels are for the published model's (512, 192, 128)"
+    if model.plan.ep > 1 and text.moe_layers:
+        return "experts are divided by number; the fast kernels are for all of them, divided by width (--ep 1)"
     try:
         import_flashinfer()
         import_gpu_library("triton", "triton")
@@ -104,7 +106,7 @@ def set_fast_decoder(
 
     decoder, text, weight = model.language_model.model, model.config.text_config, model.language_model.lm_head.weight
     prefill = RaggedPrefill(
-        num_heads=text.num_attention_heads, qk_head_dim=text.qk_head_dim, v_head_dim=text.v_head_dim,
+        num_heads=text.num_attention_heads // model.plan.tp, qk_head_dim=text.qk_head_dim, v_head_dim=text.v_head_dim,
         scale=text.softmax_scale, dtype=weight.dtype, device=weight.device,
     )  # fmt: skip
     decoder.fast = fast = FastDecoder(decoder, prefill=prefill, products=products)

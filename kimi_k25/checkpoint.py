@@ -7,6 +7,7 @@ straight into their places, so that loading needs the model's memory and little 
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,7 @@ from aliasmix.tensorinfo import INDEX_NAME, Checkpoint, TensorInfo, listing, rea
 from .checkpoint_files import Tensors, has_checkpoint, num_bytes, write_checkpoint
 from .config import KimiK25Config, load_config
 from .config_json import config_json
+from .layers.parallel import WHOLE, ParallelPlan
 from .model import KimiK25ForConditionalGeneration
 from .placement import packed_layers_of, place_all
 from .tensor_names import (
@@ -56,9 +58,23 @@ def _collection_paused() -> Iterator[None]:
             gc.enable()
 
 
+def fingerprint(checkpoint: str | os.PathLike[str]) -> str:
+    """The same for folders of the same configuration and layout, told by a few small files and the sizes of all."""
+    folder, digest = Path(checkpoint), hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+    for name in ("config.json", INDEX_NAME):
+        if (folder / name).exists():
+            digest.update((folder / name).read_bytes())
+    return digest.hexdigest()[:12]
+
+
 @_collection_paused()
 def load_model(
-    checkpoint: str | os.PathLike[str], device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    checkpoint: str | os.PathLike[str],
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    plan: ParallelPlan = WHOLE,
 ) -> KimiK25ForConditionalGeneration:
     """Loads a model from a checkpoint in the original layout.
 
@@ -67,6 +83,7 @@ def load_model(
         device: Where the model will be.
         dtype: Of all but the int4 experts and the routers' correction bias; None: float32 on the CPU, the
             checkpoint's own elsewhere.
+        plan: This rank's share; no more than that is copied out of the files.
 
     Returns:
         The model, in eval mode. Peak host memory is the model's, if it is on the CPU, plus less than 200 MB; the
@@ -76,7 +93,8 @@ def load_model(
         UnreadableFileError: Files that cannot be trusted, or tensors that are not those that the configuration asks
             for; nothing is dropped or made up.
         ConfigError: A configuration that this package does not compute.
-        ValueError: A dtype that the model does not run in, or a device that is not there.
+        ValueError: A dtype that the model does not run in, a device that is not there, or a plan that does not divide
+            the model.
 
     Example:
         >>> model = load_model("Kimi-K2.5", device="cuda")
@@ -92,7 +110,7 @@ def load_model(
     spelled, expected, packed_layers = _verify(files, config)
 
     with torch.device("meta"), _WithoutRandomWeights():
-        model = KimiK25ForConditionalGeneration(config, packed_layers=packed_layers)
+        model = KimiK25ForConditionalGeneration(config, packed_layers=packed_layers, plan=plan)
     model.to(dtype or (torch.float32 if device.type == "cpu" else getattr(torch, config.dtype)))
     # Not to_empty(): its empty_like() on meta imports sympy (0.5 s).
     model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
@@ -160,21 +178,22 @@ def _fill(
     expected: Tensors,
     canonical: Mapping[str, str],
 ) -> None:
-    """Copies every tensor to its place, in the order of the files' bytes."""
+    """Copies every tensor, or what of it is this rank's, to its place, in the order of the files' bytes."""
     placements = place_all(expected, model)
-    state = model.state_dict()
+    kept, state = set(placements), model.state_dict()
     total = files.total_size
-    is_tty = sys.stderr is not None and sys.stderr.isatty()
-    with tqdm(total=total, desc="loading", unit="B", unit_scale=True, leave=False, disable=not is_tty) as bar:
+    is_shown = model.plan.rank == 0 and sys.stderr is not None and sys.stderr.isatty()
+    with tqdm(total=total, desc="loading", unit="B", unit_scale=True, leave=False, disable=not is_shown) as bar:
         for file, header in sorted(files.headers.items()):
             with safe_open(files.folder / file, "pt") as f:
                 for file_name, info in header.tensors.items():
                     name = canonical[file_name]
-                    tensor = f.get_tensor(file_name)
                     if placement := placements.pop(name, None):
+                        part = placement.part
+                        tensor = f.get_slice(file_name)[part] if part else f.get_tensor(file_name)
                         placement.view(state).copy_(tensor)
-                    else:
-                        _check_shape(header.path, name, tensor, expected)
+                    elif name.removesuffix("_shape") + "_packed" in kept:
+                        _check_shape(header.path, name, f.get_tensor(file_name), expected)
                     bar.update(info.end - info.begin)
     assert not placements, f"not filled: {list(placements)[:5]}"
 
@@ -205,7 +224,10 @@ def save_checkpoint(model: KimiK25ForConditionalGeneration, path: str | os.PathL
         FileExistsError: The folder has other files of the same names, or another model's checkpoint; nothing is
             written.
         OSError: The folder cannot be written, or the disk is full.
+        ValueError: The model is one rank's share.
     """
+    if model.plan.tp > 1:
+        raise ValueError(f"the model is the share of one of {model.plan.tp} ranks; load all of it to save it")
     folder = Path(path)
     source: Path | None = getattr(model, _SOURCE, None)
     side_files = _side_files(model.config, source, folder)

@@ -220,7 +220,10 @@ class Engine:
         logits = self.model.language_model.compute_logits(hidden)
         # A placeholder stands for a picture that was given; the model must not invent one.
         logits[:, self.model.config.media_placeholder_token_id] = float("-inf")
-        return sample(logits, temperature=sampling.temperature, top_p=sampling.top_p, generator=generator)
+        if self.model.plan.rank:  # Drawing is one decision: rank 0's.
+            return self.model.plan.broadcast(logits.new_empty(logits.shape[0], dtype=torch.int64))
+        ids = sample(logits, temperature=sampling.temperature, top_p=sampling.top_p, generator=generator)
+        return self.model.plan.broadcast(ids)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

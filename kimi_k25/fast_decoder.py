@@ -42,8 +42,7 @@ class FastDecoder:
         products: Callable[[Int4RoutedExperts], ExpertProducts],
     ) -> None:
         self.decoder = decoder
-        weight = decoder.norm.weight
-        self.add_norm = AllReduceAddRMSNorm(None, weight.shape[0], dtype=weight.dtype, max_num_tokens=0)
+        self.add_norm = AllReduceAddRMSNorm(decoder.plan.group)
         buffers = PrefillBuffers()
         self.attention: list[FusedLatentAttention] = []
         self.experts: list[FusedExperts] = []

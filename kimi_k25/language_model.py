@@ -11,30 +11,41 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from .config import KimiK25Config, TextConfig
+from .layers.allreduce_norm import AllReduceAddRMSNorm
 from .layers.kv_cache import AttentionBatch
 from .layers.mla import MultiHeadLatentAttention
 from .layers.mlp import SwiGLU
 from .layers.moe import MixtureOfExperts
-from .layers.norm import RMSNorm
+from .layers.norm import AddNorm, RMSNorm
+from .layers.parallel import WHOLE, ParallelPlan, VocabularyEmbedding
 from .layers.rope import TextRope
 
 
 class DecoderLayer(nn.Module):
     """Attention and a feed-forward block, each behind a norm; the residual runs beside them."""
 
-    def __init__(self, config: TextConfig, layer: int, *, group_size: int | None) -> None:
+    def __init__(
+        self,
+        config: TextConfig,
+        layer: int,
+        *,
+        group_size: int | None,
+        plan: ParallelPlan = WHOLE,
+        add_norm: AddNorm | None = None,
+    ) -> None:
         """
         Args:
             group_size: Of int4 routed experts; None keeps them in the model's dtype.
+            add_norm: Where ranks add up the block before: see RMSNorm.
         """
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = MultiHeadLatentAttention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, add_norm)
+        self.self_attn = MultiHeadLatentAttention(config, layer, plan)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, add_norm)
         self.mlp = (
-            MixtureOfExperts(config, group_size=group_size)
+            MixtureOfExperts(config, group_size=group_size, plan=plan)
             if config.is_moe_layer(layer)
-            else SwiGLU(config.hidden_size, config.intermediate_size)
+            else SwiGLU(config.hidden_size, config.intermediate_size // plan.tp)
         )
 
     def forward(
@@ -42,7 +53,7 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """
         Args:
-            x: The block before's output, (num_tokens, hidden_size).
+            x: The block before's output, (num_tokens, hidden_size); of several ranks, each one's part of it.
             residual: Sum of all blocks before that; None in the first layer.
 
         Returns:
@@ -65,14 +76,25 @@ class FastStack(Protocol):
 class DeepseekV3Model(nn.Module):
     """Token embedding, decoder layers, final norm."""
 
-    def __init__(self, config: TextConfig, *, packed_layers: Collection[int], group_size: int | None) -> None:
+    def __init__(
+        self,
+        config: TextConfig,
+        *,
+        packed_layers: Collection[int],
+        group_size: int | None,
+        plan: ParallelPlan = WHOLE,
+    ) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.plan = plan
+        add_norm = AllReduceAddRMSNorm(plan.group, fuse=False) if plan.tp > 1 else None
+        self.embed_tokens = VocabularyEmbedding(config.vocab_size, config.hidden_size, plan)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, group_size=group_size if layer in packed_layers else None)
+            DecoderLayer(
+                config, layer, group_size=group_size if layer in packed_layers else None, plan=plan, add_norm=add_norm
+            )
             for layer in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, add_norm)
         self.rope = TextRope(config)
         # The same function on other kernels: backend.use_backend sets it, visibly. It registers nothing.
         self.fast: FastStack | None = None
@@ -103,22 +125,29 @@ class DeepseekV3Model(nn.Module):
 class DeepseekV3ForCausalLM(nn.Module):
     """The decoder with its LM head. Its own attribute `model` is the decoder: the layers are at `.model.layers`."""
 
-    def __init__(self, config: KimiK25Config, *, packed_layers: Collection[int]) -> None:
+    def __init__(
+        self, config: KimiK25Config, *, packed_layers: Collection[int], plan: ParallelPlan = WHOLE
+    ) -> None:
         """
         Args:
             packed_layers: MoE layers whose routed experts are int4.
+            plan: What of the decoder is on this rank.
         """
         super().__init__()
+        self.plan = plan
         text, quantization = config.text_config, config.quantization_config
         self.model = DeepseekV3Model(
-            text, packed_layers=packed_layers, group_size=quantization.group_size if quantization else None
+            text, packed_layers=packed_layers, group_size=quantization.group_size if quantization else None, plan=plan
         )
-        self.lm_head = nn.Linear(text.hidden_size, text.vocab_size, bias=False)
+        self.lm_head = nn.Linear(text.hidden_size, text.vocab_size // plan.tp, bias=False)
 
     def forward(self, inputs_embeds: Tensor, batch: AttentionBatch) -> Tensor:
         """Hidden states, (num_tokens, hidden_size); see DeepseekV3Model."""
         return self.model(inputs_embeds, batch)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """(..., hidden_size) to (..., vocab_size) float32."""
-        return self.lm_head(hidden_states).float()
+        """(..., hidden_size) to (..., vocab_size) float32, on every rank."""
+        logits = self.lm_head(hidden_states)
+        if self.plan.tp > 1:
+            logits = self.plan.all_gather(logits).movedim(0, -2).flatten(-2)
+        return logits.float()

@@ -13,6 +13,7 @@ from aliasmix import GuardedSetattrMixin, ReadOnlyAlias
 from .config import KimiK25Config
 from .language_model import DeepseekV3ForCausalLM
 from .layers.kv_cache import AttentionBatch
+from .layers.parallel import WHOLE, ParallelPlan, gather_rows
 from .projector import PatchMergerMLP
 from .vision_tower import MoonViT3d
 
@@ -26,15 +27,19 @@ class KimiK25ForConditionalGeneration(GuardedSetattrMixin, nn.Module):
 
     model = ReadOnlyAlias["DeepseekV3ForCausalLM"]("language_model")
 
-    def __init__(self, config: KimiK25Config, *, packed_layers: Collection[int] | None = None) -> None:
+    def __init__(
+        self, config: KimiK25Config, *, packed_layers: Collection[int] | None = None, plan: ParallelPlan = WHOLE
+    ) -> None:
         """Builds the model in float32 with random weights; `.to(torch.bfloat16)` converts what may be converted.
 
         Args:
             packed_layers: MoE layers whose routed experts are int4; None: all of them if the configuration has a
                 quantization_config, else none.
+            plan: What of the decoder is on this rank; the vision tower and the projector are on every one.
 
         Raises:
-            ValueError: Packed layers without a quantization_config, or that have no routed experts.
+            ValueError: Packed layers without a quantization_config, or that have no routed experts; a plan that does
+                not divide the decoder.
         """
         super().__init__()
         moe_layers = config.text_config.moe_layers
@@ -44,14 +49,30 @@ class KimiK25ForConditionalGeneration(GuardedSetattrMixin, nn.Module):
             raise ValueError("there are packed layers but the configuration has no quantization_config")
         if others := sorted({*packed_layers} - {*moe_layers}):
             raise ValueError(f"packed_layers has {others}; layers with routed experts are {list(moe_layers)}")
-        self.config = config
+        quantization = config.quantization_config if packed_layers else None
+        plan.check(config.text_config, quantization.group_size if quantization else None)
+        self.config, self.plan = config, plan
         self.vision_tower = MoonViT3d(config.vision_config)
         self.mm_projector = PatchMergerMLP(config.vision_config)
-        self.language_model = DeepseekV3ForCausalLM(config, packed_layers=packed_layers)
+        self.language_model = DeepseekV3ForCausalLM(config, packed_layers=packed_layers, plan=plan)
 
     def encode_media(self, pixel_values: Tensor, grid_thws: Tensor) -> Tensor:
-        """Features of images and video chunks, (num_media_tokens, hidden_size), in order; see MoonViT3d.forward."""
-        return self.mm_projector(self.vision_tower(pixel_values, grid_thws))
+        """Features of images and video chunks, (num_media_tokens, hidden_size), in order; see MoonViT3d.forward.
+
+        Of several ranks, each computes some items, and all get the features of all.
+        """
+        if self.plan.tp == 1:
+            return self.mm_projector(self.vision_tower(pixel_values, grid_thws))
+        grids = self.vision_tower.checked_grids(pixel_values, grid_thws)
+        owners = self.plan.owners([t * h * w for t, h, w in grids])
+        mine = [item for item, owner in enumerate(owners) if owner == self.plan.rank]
+        features = self.language_model.model.norm.weight.new_empty(0, self.config.text_config.hidden_size)
+        if mine:
+            items = pixel_values.split([t * h * w for t, h, w in grids])
+            pixel_values, grid_thws = torch.cat([items[item] for item in mine]), grid_thws[mine]
+            features = self.mm_projector(self.vision_tower(pixel_values, grid_thws))
+        rows, columns = self.config.vision_config.merge_kernel_size
+        return gather_rows(self.plan, features, owners, [h * w // (rows * columns) for _, h, w in grids])
 
     def embed(
         self, input_ids: Tensor, pixel_values: Tensor | None = None, grid_thws: Tensor | None = None

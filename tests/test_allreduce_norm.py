@@ -5,14 +5,11 @@ Paths agree to the order of sums in float32, and to one rounding (2**-7 of the l
 
 import inspect
 import logging
-import os
-import queue
-import threading
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import get_context
+from gloo_ranks import run_ranks
 
 from kimi_k25.layers.allreduce_norm import MIN_WORKSPACE_TOKENS, AllReduceAddRMSNorm, why_not_fused
 from kimi_k25.layers.norm import rms_norm
@@ -68,50 +65,9 @@ def close(actual, wanted):
     torch.testing.assert_close(actual.float(), wanted.float(), rtol=0, atol=scale)
 
 
-def run_ranks(world_size, worker, *args):
-    """worker(rank, *args) in forked processes, a gloo rank each; their results by rank."""
-    context = get_context("fork")
-    results = context.Queue()
-    path = f"{os.environ.get('TMPDIR', '/tmp')}/gloo_{os.getpid()}_{threading.get_ident()}_{worker.__name__}"
-    processes = [
-        context.Process(target=_rank, args=(rank, world_size, path, worker, args, results))
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    found = {}
-    try:
-        for _ in processes:
-            rank, result = results.get(timeout=60)
-            found[rank] = result
-    except queue.Empty:
-        raise AssertionError(f"only ranks {sorted(found)} of {world_size} came to an end") from None
-    finally:
-        for process in processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-        if os.path.exists(path):
-            os.remove(path)
-    for rank, result in sorted(found.items()):
-        assert not isinstance(result, str), f"rank {rank}: {result}"
-    return [found[rank] for rank in range(world_size)]
-
-
-def _rank(rank, world_size, path, worker, args, results):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world_size)
-    try:
-        results.put((rank, worker(rank, *args)))
-    except BaseException as e:
-        results.put((rank, f"{type(e).__name__}: {e}"))
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_rank_adds_and_norms_and_consumes_its_inputs(dtype):
-    layer = AllReduceAddRMSNorm(None, HIDDEN, dtype=dtype, max_num_tokens=5)
+    layer = AllReduceAddRMSNorm(None, max_num_tokens=5)
     x, residual, weight, _ = tensors(5, 0, dtype)
     wanted = expected(5, 1, dtype)
 
@@ -124,8 +80,8 @@ def test_one_rank_adds_and_norms_and_consumes_its_inputs(dtype):
 
 def drive(rank, dtype, max_num_tokens):
     comm = FakeComm()
-    layer = AllReduceAddRMSNorm(dist.group.WORLD, HIDDEN, dtype=dtype, max_num_tokens=max_num_tokens, comm=comm)
-    layer.prepare(torch.device("cpu"))
+    layer = AllReduceAddRMSNorm(dist.group.WORLD, max_num_tokens=max_num_tokens, comm=comm)
+    layer.prepare(torch.ones(HIDDEN, dtype=dtype))
     for num_tokens in TOKEN_COUNTS:
         x, residual, weight, _ = tensors(num_tokens, rank, dtype)
         normed, total = layer(x, residual, weight, 1e-5)
@@ -165,14 +121,14 @@ def test_a_workspace_for_the_tokens_at_hand_would_be_made_anew_whenever_they_gro
 
 def one_fails(rank):
     comm = FakeComm(fails_on=1)
-    layer = AllReduceAddRMSNorm(dist.group.WORLD, HIDDEN, dtype=torch.bfloat16, max_num_tokens=8, comm=comm)
+    layer = AllReduceAddRMSNorm(dist.group.WORLD, max_num_tokens=8, comm=comm)
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("kimi_k25.layers.allreduce_norm").addHandler(handler)
     attempts = []
     make = layer._make_workspace
-    layer._make_workspace = lambda device: (attempts.append(1), make(device))
+    layer._make_workspace = lambda weight: (attempts.append(1), make(weight))
     for _ in range(3):
         x, residual, weight, _ = tensors(5, rank, torch.bfloat16)
         close(layer(x, residual, weight, 1e-5)[0], expected(5, 2, torch.bfloat16)[0])
@@ -186,7 +142,7 @@ def test_one_ranks_failure_turns_fusion_off_on_all_and_is_not_tried_again():
 
 
 def no_library(rank):
-    layer = AllReduceAddRMSNorm(dist.group.WORLD, HIDDEN, dtype=torch.bfloat16, max_num_tokens=8)
+    layer = AllReduceAddRMSNorm(dist.group.WORLD, max_num_tokens=8)
     x, residual, weight, _ = tensors(5, rank, torch.bfloat16)
     close(layer(x, residual, weight, 1e-5)[0], expected(5, 2, torch.bfloat16)[0])
     return (layer.why_unfused,)
@@ -200,7 +156,7 @@ def test_without_cuda_the_reason_is_kept_and_the_answer_right():
 def two_groups(rank):
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     comm = FakeComm()
-    layer = AllReduceAddRMSNorm(groups[rank // 2], HIDDEN, dtype=torch.bfloat16, max_num_tokens=8, comm=comm)
+    layer = AllReduceAddRMSNorm(groups[rank // 2], max_num_tokens=8, comm=comm)
     x, residual, weight, parts = tensors(5, rank, torch.bfloat16)
     normed, total = layer(x, residual.clone(), weight, 1e-5)
     wanted = parts[rank // 2 * 2 : rank // 2 * 2 + 2].float().sum(0).to(torch.bfloat16) + residual
@@ -232,10 +188,10 @@ def test_what_is_fused_depends_on_what_all_ranks_share(num_tokens, world_size, d
 
 def test_a_step_being_captured_never_starts_a_collective_creation(monkeypatch):
     made = []
-    layer = AllReduceAddRMSNorm(None, HIDDEN, dtype=torch.bfloat16, max_num_tokens=8)
+    layer = AllReduceAddRMSNorm(None, max_num_tokens=8)
     layer.world_size = 2
     monkeypatch.setattr("kimi_k25.layers.allreduce_norm._is_capturing", lambda x: True)
-    monkeypatch.setattr(layer, "prepare", lambda device: made.append(1))
+    monkeypatch.setattr(layer, "prepare", lambda weight: made.append(1))
     monkeypatch.setattr(dist, "all_reduce", lambda x, group: None)
     x, residual, weight, _ = tensors(5, 0, torch.bfloat16)
 

@@ -52,17 +52,16 @@ class AllReduceAddRMSNorm:
 
     Args:
         group: None, or a group of one rank: nothing is reduced.
-        hidden_size: Of x.
         max_num_tokens: Most tokens that shall be fused; the workspace serves at least MIN_WORKSPACE_TOKENS, and
             larger calls take the unfused path. It never grows: captured graphs hold its address.
+        fuse: False keeps to plain PyTorch, which defines the result.
         comm: flashinfer.comm, or what stands for it in a test.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, hidden_size: int, *, dtype: torch.dtype, max_num_tokens: int,
-        comm: Any = None,
-    ) -> None:  # fmt: skip
-        self.group, self.hidden_size, self.dtype = group, hidden_size, dtype
+        self, group: dist.ProcessGroup | None, *, max_num_tokens: int = 0, fuse: bool = True, comm: Any = None
+    ) -> None:
+        self.group, self.fuse = group, fuse
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.capacity = max(max_num_tokens, MIN_WORKSPACE_TOKENS)
         self.why_unfused = ""
@@ -70,44 +69,48 @@ class AllReduceAddRMSNorm:
         self._workspace: Any = None
         self._is_prepared = False
 
-    def prepare(self, device: torch.device) -> None:
-        """Makes the workspace, once; a collective call. A failure of any rank turns fusion off on all, for good."""
-        if self._is_prepared or self.world_size == 1:
+    def prepare(self, weight: Tensor) -> None:
+        """Makes the workspace, once; a collective call. A failure of any rank turns fusion off on all, for good.
+
+        Args:
+            weight: A norm's: of the device, dtype and width that shall be fused.
+        """
+        if self._is_prepared or self.world_size == 1 or not self.fuse:
             return
         self._is_prepared = True
         self.why_unfused = why_not_fused(
-            1, capacity=self.capacity, hidden_size=self.hidden_size, dtype=self.dtype, world_size=self.world_size
+            1, capacity=self.capacity, hidden_size=weight.shape[0], dtype=weight.dtype, world_size=self.world_size
         )
         # Creation exchanges handles between ranks: one that can't even begin would leave the others waiting in it.
-        self.why_unfused = self.why_unfused or self._vote(self._check_library, device)
-        self.why_unfused = self.why_unfused or self._vote(self._make_workspace, device)
+        self.why_unfused = self.why_unfused or self._vote(self._check_library, weight)
+        self.why_unfused = self.why_unfused or self._vote(self._make_workspace, weight)
         if self.why_unfused:
             self._workspace = None
             logger.warning("all-reduce and norm are not fused: %s", self.why_unfused)
 
-    def _vote(self, attempt: Any, device: torch.device) -> str:
+    def _vote(self, attempt: Any, weight: Tensor) -> str:
         """Runs `attempt` here and on all other ranks; the first rank's trouble, or ""."""
         trouble = ""
         try:
-            attempt(device)
+            attempt(weight)
         except Exception as e:
             trouble = f"{type(e).__name__}: {e}"
         answers: list[str] = [""] * self.world_size
         dist.all_gather_object(answers, trouble, group=self.group)
         return next((f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer), "")
 
-    def _check_library(self, device: torch.device) -> None:
+    def _check_library(self, weight: Tensor) -> None:
         if self._comm is not None:
             return
-        if device.type != "cuda":
-            raise RuntimeError(f"the fused kernel needs CUDA, the tensors are on {device.type}")
+        if not weight.is_cuda:
+            raise RuntimeError(f"the fused kernel needs CUDA, the tensors are on {weight.device.type}")
         self._comm = import_flashinfer("flashinfer.comm")
 
-    def _make_workspace(self, device: torch.device) -> None:
+    def _make_workspace(self, weight: Tensor) -> None:
         # Never backend="auto": on an H200 it picks the one that takes NVLink multicast.
         self._workspace = self._comm.create_allreduce_fusion_workspace(
             backend="trtllm", world_size=self.world_size, rank=dist.get_rank(self.group),
-            max_token_num=self.capacity, hidden_dim=self.hidden_size, dtype=self.dtype, group=self.group,
+            max_token_num=self.capacity, hidden_dim=weight.shape[0], dtype=weight.dtype, group=self.group,
         )  # fmt: skip
 
     def __call__(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -123,16 +126,16 @@ class AllReduceAddRMSNorm:
         """
         if self.world_size > 1:
             if not self._is_prepared and not _is_capturing(x):
-                self.prepare(x.device)
+                self.prepare(weight)
             if self._workspace is not None and not why_not_fused(
                 x.shape[0], capacity=self.capacity, hidden_size=x.shape[1], dtype=x.dtype, world_size=self.world_size
             ):
                 return self._fused(x, residual, weight, eps)
             dist.all_reduce(x, group=self.group)
-        if x.is_cuda and x.dtype != torch.float32:
+        if self.fuse and x.is_cuda and x.dtype != torch.float32:
             fused_add_rmsnorm(x, residual, weight, eps)
             return x, residual
-        residual.add_(x)
+        residual = x + residual
         return rms_norm(residual, weight, eps), residual
 
     def _fused(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from ..graphs import break_point
 from .kv_cache import AttentionBatch, CacheStep, append_to_cache, read_cache
 from .norm import RMSNorm
 from .packed import attend, packed_attention, packed_index, padded_index
+from .parallel import WHOLE, ParallelPlan
 from .rope import rotate_pairs
 
 LORA_NORM_EPS = 1e-6  # The published model's norms inside MLA keep their class default, not rms_norm_eps.
@@ -24,14 +25,15 @@ LORA_NORM_EPS = 1e-6  # The published model's norms inside MLA keep their class 
 class MultiHeadLatentAttention(nn.Module):
     """Attention whose cache is one latent and one roped key a token."""
 
-    def __init__(self, config: TextConfig, layer: int) -> None:
+    def __init__(self, config: TextConfig, layer: int, plan: ParallelPlan = WHOLE) -> None:
         """
         Args:
             layer: Which of the cache's layers is this one's.
+            plan: Gives this rank its heads; what forward returns is then a part of the sum over ranks.
         """
         super().__init__()
         self.layer = layer
-        c, heads = config, config.num_attention_heads
+        c, heads = config, config.num_attention_heads // plan.tp
         self.qk_nope_head_dim, self.qk_rope_head_dim = c.qk_nope_head_dim, c.qk_rope_head_dim
         self.v_head_dim = c.v_head_dim
         self.softmax_scale = c.softmax_scale

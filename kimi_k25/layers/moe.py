@@ -18,6 +18,7 @@ from ..config import TextConfig
 from .dtype import keeping_dtype
 from .int4 import PER_WORD, int4_grouped_mm
 from .mlp import SwiGLU, swiglu
+from .parallel import WHOLE, ParallelPlan
 
 
 class Router(nn.Module):
@@ -126,17 +127,20 @@ class Int4RoutedExperts(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Router, routed experts and shared experts of one layer."""
 
-    def __init__(self, config: TextConfig, *, group_size: int | None) -> None:
+    def __init__(self, config: TextConfig, *, group_size: int | None, plan: ParallelPlan = WHOLE) -> None:
         """
         Args:
             group_size: Of int4 routed experts; None keeps them in the model's dtype.
+            plan: Gives this rank its experts and widths; what forward returns is then a part of the sum over ranks.
         """
         super().__init__()
         c = config
         self.gate = Router(c)
-        sizes = (c.n_routed_experts, c.hidden_size, c.moe_intermediate_size)
+        sizes = (c.n_routed_experts // plan.ep, c.hidden_size, c.moe_intermediate_size // plan.expert_tp)
+        # The first expert here, if there are others elsewhere.
+        self.first_expert = plan.expert_group * sizes[0] if plan.ep > 1 else None
         self.experts = RoutedExperts(*sizes) if group_size is None else Int4RoutedExperts(*sizes, group_size)
-        shared_size = c.moe_intermediate_size * c.n_shared_experts
+        shared_size = c.moe_intermediate_size * c.n_shared_experts // plan.tp
         self.shared_experts = SwiGLU(c.hidden_size, shared_size) if shared_size else None
 
     def forward(self, x: Tensor, num_tokens: Tensor | None = None) -> Tensor:
@@ -150,17 +154,22 @@ class MixtureOfExperts(nn.Module):
             (T, H).
         """
         topk_weights, topk_ids = self.gate(x)
-        routed = x
+        routed, is_absent = x, None  # (T, K) or (T, 1): pairs that no expert here computes.
+        if self.first_expert is not None:
+            topk_ids = topk_ids - self.first_expert
+            is_absent = (topk_ids < 0) | (topk_ids >= self.experts.num_experts)
         if num_tokens is not None:
             is_padding = (torch.arange(x.shape[0], device=x.device) >= num_tokens)[:, None]
-            topk_ids = topk_ids.masked_fill(is_padding, self.experts.num_experts)
+            is_absent = is_padding if is_absent is None else is_absent | is_padding
             routed = x.masked_fill(is_padding, 0.0)  # For the gradient: no group computes theirs either.
+        if is_absent is not None:
+            topk_ids = topk_ids.masked_fill(is_absent, self.experts.num_experts)
         order, offsets = sort_by_expert(topk_ids, self.experts.num_experts)
         # index_select, not x[...]: the gradient adds rows in place instead of sorting them first.
         rows = self.experts(routed.index_select(0, order // topk_ids.shape[1]), offsets)
         place = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
         outputs = rows.index_select(0, place).unflatten(0, topk_ids.shape).float()  # (T, K, H)
-        if num_tokens is not None:
-            outputs = outputs.masked_fill(is_padding[..., None], 0.0)  # No group computed them.
+        if is_absent is not None:
+            outputs = outputs.masked_fill(is_absent[..., None], 0.0)  # No group computed them.
         out = (outputs * topk_weights[..., None]).sum(1).to(x.dtype)
         return out if self.shared_experts is None else out + self.shared_experts(x)

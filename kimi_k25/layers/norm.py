@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import overload
 
 import torch
 from torch import Tensor, nn
+
+AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -20,12 +23,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation with a weight."""
+    """Root-mean-square normalisation with a weight.
 
-    def __init__(self, hidden_size: int, eps: float) -> None:
+    Args:
+        add_norm: Adds and normalises x that is each rank's part of a sum, an AllReduceAddRMSNorm; None: x is whole.
+    """
+
+    def __init__(self, hidden_size: int, eps: float, add_norm: AddNorm | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden_size))
         self.eps = eps
+        self.add_norm = add_norm
 
     @overload
     def forward(self, x: Tensor) -> Tensor: ...
@@ -43,5 +51,7 @@ class RMSNorm(nn.Module):
         """
         if residual is None:
             return rms_norm(x, self.weight, self.eps)
+        if self.add_norm is not None:
+            return self.add_norm(x, residual, self.weight, self.eps)
         residual = x + residual
         return rms_norm(residual, self.weight, self.eps), residual
