@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .engine import Engine, SamplingParams
     from .model import KimiK25ForConditionalGeneration
     from .processor import Processor
+    from .ranks import Ranks
     from .streaming import GenerationStats, GenerationStep, Video
 
 PROG = "kimi_k25.generate"
@@ -57,22 +58,37 @@ def build_parser() -> argparse.ArgumentParser:
     graphs = ["auto", "off", "strict"]
     add("--graphs", choices=graphs, default="auto", help="CUDA graphs: on with a GPU; strict: end where a step cannot")
     add("--max-seq-len", metavar="N", type=int, default=16384, help="with graphs: tokens in and out (default 16384)")
+    add("--tp", metavar="N", type=int, help="ranks that share the model (default: all that torchrun started)")
+    add("--ep", metavar="M", type=int, default=1, help="divide experts by number over M groups of ranks (default 1)")
     add("--json", action="store_true", help="print one object: text, reasoning, token_ids, finish_reason, timings")
     add("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
 
 class _Terminal:
-    """stderr, dim where it is a terminal. An answer does not fail because nobody can be told about it."""
+    """stderr, dim where it is a terminal. An answer does not fail because nobody can be told about it.
+
+    Attributes:
+        ranks: Of several, the first speaks for all, and the first that fails for itself.
+    """
 
     def __init__(self) -> None:
         self.is_tty = sys.stderr is not None and sys.stderr.isatty()
+        self.ranks: Ranks | None = None
 
     def say(self, line: str) -> None:
-        self._write(f"{PROG}: {line}\n")
+        if self.ranks is None or self.ranks.rank == 0:
+            self._write(f"{PROG}: {line}\n")
 
     def dim(self, text: str) -> None:
-        self._write(f"\x1b[2m{text}\x1b[0m" if self.is_tty and text else text)
+        if self.ranks is None or self.ranks.rank == 0:
+            self._write(f"\x1b[2m{text}\x1b[0m" if self.is_tty and text else text)
+
+    def fail(self, reason: str) -> None:
+        if self.ranks is None or self.ranks.size == 1:
+            self._write(f"{PROG}: error: {reason}\n")
+        elif self.ranks.is_first_to_fail():
+            self._write(f"{PROG}: error: rank {self.ranks.rank}: {reason}\n")
 
     def _write(self, text: str) -> None:
         if sys.stderr is not None:  # print() would take None for stdout
@@ -143,7 +159,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         reason = " ".join(str(e).split())
         is_foreseen = reason and isinstance(e, ValueError | OSError | RuntimeError | ImportError)
-        terminal.say(f"error: {reason if is_foreseen else f'{type(e).__name__}: {reason}'}")
+        terminal.fail(reason if is_foreseen else f"{type(e).__name__}: {reason}")
+        if terminal.ranks is not None and terminal.ranks.size > 1:
+            os._exit(stage[0])  # The interpreter's own end would wait for collectives that never come.
         return stage[0]
 
 
@@ -158,7 +176,6 @@ def _run(args: argparse.Namespace, terminal: _Terminal, stage: list[int]) -> int
         raise ValueError("stdout is closed; the answer goes there")
     for option, text in (("--prompt", args.prompt), ("--system", args.system)):
         _unicode(text or "", option)
-    prompt = _read_stdin(lambda size: sys.stdin.read(size)).strip() if args.prompt == "-" else args.prompt
     if args.temperature is None:
         args.temperature = 1.0 if args.thinking else 0.6  # What the model's makers recommend.
 
@@ -167,12 +184,17 @@ def _run(args: argparse.Namespace, terminal: _Terminal, stage: list[int]) -> int
         from .image_processor import open_image
         from .video import open_video
 
+        ranks = _meet(args, terminal)
+        prompt = args.prompt
+        if prompt == "-":
+            prompt = ranks.share(_read_stdin(lambda size: sys.stdin.read(size)).strip() if ranks.rank == 0 else None)
         sampling = SamplingParams(
             max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed
         )
         images, videos = [open_image(path) for path in args.image], [open_video(path) for path in args.video]
-        model, processor = _load(args, terminal)
+        model, processor = _load(args, ranks, terminal)
         chat = _Chat(_engine(model, args, terminal), processor, sampling, args, terminal)
+        ranks.ready()
     if args.system:
         chat.messages.append({"role": "system", "content": args.system})
     code = 0
@@ -182,7 +204,7 @@ def _run(args: argparse.Namespace, terminal: _Terminal, stage: list[int]) -> int
         images, videos = [], []
     while args.chat and code == 0:
         stage[0] = UNUSABLE_INPUT
-        line = _read_line(terminal)
+        line = ranks.share(_read_line(terminal) if ranks.rank == 0 else None)
         if line is None or line.strip() == "/exit":
             break
         if line.startswith("/image "):
@@ -194,10 +216,41 @@ def _run(args: argparse.Namespace, terminal: _Terminal, stage: list[int]) -> int
             stage[0] = RAN_AND_FAILED
             code = chat.ask(line, images, videos)
             images, videos = [], []
+    ranks.leave()
     return code
 
 
-def _load(args: argparse.Namespace, terminal: _Terminal) -> tuple[KimiK25ForConditionalGeneration, Processor]:
+def _meet(args: argparse.Namespace, terminal: _Terminal) -> Ranks:
+    """The ranks that torchrun started, agreed on all that a step depends on. Only the first one's stdout is heard."""
+    import torch
+
+    from .checkpoint import fingerprint
+    from .ranks import Ranks
+
+    terminal.ranks = ranks = Ranks()
+    if args.tp not in (None, ranks.size):
+        raise ValueError(
+            f"--tp is {args.tp} but there are {ranks.size} ranks; "
+            f"start as many: torchrun --nproc-per-node {args.tp} -m {PROG} ..."
+        )
+    if args.device is None:
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if ranks.size == 1:
+        return ranks
+    if ranks.rank:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    per_rank = ("image", "video", "json", "debug")
+    facts = {name: value for name, value in vars(args).items() if name not in per_rank}
+    ranks.agree({**facts, "checkpoint": fingerprint(args.checkpoint or EMBEDDED_DEFAULT)})
+    if args.device == "cuda":
+        args.device = f"cuda:{ranks.local_rank}"
+        torch.cuda.set_device(args.device)
+    return ranks
+
+
+def _load(
+    args: argparse.Namespace, ranks: Ranks, terminal: _Terminal
+) -> tuple[KimiK25ForConditionalGeneration, Processor]:
     import torch
 
     from .backend import use_backend
@@ -208,10 +261,9 @@ def _load(args: argparse.Namespace, terminal: _Terminal) -> tuple[KimiK25ForCond
     if checkpoint is None:
         checkpoint = EMBEDDED_DEFAULT
         terminal.say("no checkpoint given; using the embedded default, a tiny model that knows little of the world")
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device is None else args.device
     dtype = getattr(torch, args.dtype) if args.dtype else None
     processor = load_processor(checkpoint)
-    model = load_model(checkpoint, device=device, dtype=dtype)
+    model = load_model(checkpoint, args.device, dtype, ranks.plan(args.device, ep=args.ep))
     line = use_backend(model, args.backend)
     if args.backend != "torch" and model.language_model.lm_head.weight.is_cuda:
         terminal.say(line)

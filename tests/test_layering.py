@@ -11,7 +11,7 @@ LEVELS = """
     generate
     tiny
     streaming  decoder_graphs  backend
-    engine  checkpoint  processor  fast_decoder
+    engine  checkpoint  processor  fast_decoder  ranks
     placement  checkpoint_files  config_json  chat  image_processor  video
     tokenizer  sandbox  tool_declarations
     model
