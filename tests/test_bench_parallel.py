@@ -1,0 +1,39 @@
+"""The prediction for several GPUs: its count of collectives, and what its formula says of links."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parent.parent / "bench"
+
+
+@pytest.fixture
+def parallel(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import parallel
+
+    return parallel
+
+
+def test_collectives_are_two_a_layer_and_three_more(parallel):
+    assert [n for _, n, _ in parallel.collectives(5, 2)] == [122, 1, 1, 1]
+    assert [size for *_, size in parallel.collectives(5, 2)] == [5 * 14336, 5 * 14336, 2 * 327680, 16]
+
+
+def test_small_sums_cost_latency_and_large_ones_bandwidth(parallel):
+    links = parallel.Links()
+
+    assert links.all_reduce_us(0, 1) == 8 and links.all_reduce_us(0, 2) == 27
+    assert links.all_reduce_us(450_000_000, 1) == pytest.approx(8 + 1750)
+    assert links.all_reduce_us(46_000_000, 2) == pytest.approx(27 + 1.75 * 46e3 / 450 + 125)
+
+
+def test_every_measured_step_is_predicted_for_one_node_and_two(parallel):
+    rows = parallel.predict(json.loads(parallel.MEASURED.read_text()), parallel.Links())
+
+    assert len(rows) == 16
+    assert all(row["total_ms"] == row["compute_ms"] + row["collectives_ms"] for row in rows)
+    decode = {row["tp"]: row for row in rows if (row["phase"], row["tokens"]) == ("decode", 1)}
+    assert decode[8]["compute_ms"] == 4.9191 and decode[16]["compute_ms"] < 4.9191
+    assert decode[8]["collectives_ms"] == pytest.approx(1.0, abs=0.05)
