@@ -4,9 +4,12 @@ float32 logits agree to the order of sums; bfloat16 ones as the goldens do, sinc
 """
 
 import functools
+import runpy
 import shutil
+import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import golden
 import pytest
@@ -186,6 +189,22 @@ def test_a_rank_copies_its_share_and_what_all_have(world_size, ep, wide_int4):
     share = divided / world_size + sum(sizes.values()) - divided
     for copied in run_ranks(world_size, bytes_read, wide_int4, ep):
         assert 0.99 * share <= copied <= 1.01 * share
+
+
+def peak_and_loaded(rank, load, folder):
+    with load["peak_anonymous_bytes"]() as peak:
+        model = load_model(folder, plan=plan_of(rank, 1))
+    return peak[0], sum(tensor.nbytes for tensor in model.state_dict().values())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is Linux's")
+def test_loading_takes_at_most_200_mb_beside_a_ranks_share(tmp_path):
+    load = runpy.run_path(str(Path(__file__).parent.parent / "bench" / "load.py"))
+    load["make_checkpoint"](tmp_path / "c", int4=False, num_layers=1)
+
+    for peak, loaded in run_ranks(2, peak_and_loaded, load, tmp_path / "c"):
+        assert 300e6 < loaded < 400e6  # Of 700 MB in float32.
+        assert peak - loaded < 200e6
 
 
 def graphed(rank, folder, ep):
