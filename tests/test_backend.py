@@ -11,6 +11,7 @@ from kimi_k25.backend import BackendError, use_backend
 from kimi_k25.checkpoint import load_model
 from kimi_k25.layers import flashinfer_ops
 from kimi_k25.layers.flashinfer_ops import MissingLibraryError, fused_add_rmsnorm
+from kimi_k25.layers.parallel import WHOLE, ParallelPlan
 
 ORACLE = Path(__file__).parent / "data" / "oracle"
 
@@ -60,9 +61,10 @@ def test_on_a_gpu_without_the_extra_the_line_names_it(monkeypatch):
         raise MissingLibraryError("flashinfer-python is not usable; install it with: pip", name="flashinfer-python")
 
     weight = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda"))
-    text = SimpleNamespace(kv_lora_rank=512, qk_head_dim=192, v_head_dim=128)
+    text = SimpleNamespace(kv_lora_rank=512, qk_head_dim=192, v_head_dim=128, moe_layers=(1,))
     fake = SimpleNamespace(
         config=SimpleNamespace(text_config=text),
+        plan=WHOLE,
         language_model=SimpleNamespace(lm_head=SimpleNamespace(weight=weight), model=None),
     )
     monkeypatch.setattr(backend, "import_flashinfer", missing)
@@ -70,6 +72,8 @@ def test_on_a_gpu_without_the_extra_the_line_names_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
     assert use_backend(fake, "auto") == "backend: torch (flashinfer-python is not usable; install it with: pip)"
+    fake.plan = ParallelPlan(tp=2, ep=2)
+    assert use_backend(fake, "auto").startswith("backend: torch (experts are divided by number; the fast kernels are ")
 
 
 def test_the_fast_decoder_gets_the_models_sizes_and_its_int4_experts(monkeypatch):
