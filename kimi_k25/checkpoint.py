@@ -6,12 +6,10 @@ straight into their places, so that loading needs the model's memory and little 
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
+from aliasmix.collection import paused_collection
 from aliasmix.errors import UnreadableFileError
 from aliasmix.integrity import compare_tensors
 from aliasmix.tensorinfo import INDEX_NAME, Checkpoint, TensorInfo, listing, read_checkpoint
@@ -46,18 +45,6 @@ _SOURCE = "checkpoint_folder"  # Attribute of a loaded model: whose side files s
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".tmp")
 
 
-@contextmanager
-def _collection_paused() -> Iterator[None]:
-    """Holds the garbage collector off: every so many new names it would walk all of torch's objects (0.1 s a time)."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def fingerprint(checkpoint: str | os.PathLike[str]) -> str:
     """The same for folders of the same configuration and layout, told by a few small files and the sizes of all."""
     folder, digest = Path(checkpoint), hashlib.sha256()
@@ -69,7 +56,7 @@ def fingerprint(checkpoint: str | os.PathLike[str]) -> str:
     return digest.hexdigest()[:12]
 
 
-@_collection_paused()
+@paused_collection()  # 0.1 s each time the collector would walk all of torch's objects, for every so many new names
 def load_model(
     checkpoint: str | os.PathLike[str],
     device: str | torch.device = "cpu",
