@@ -43,7 +43,7 @@ class FastDecoder:
     ) -> None:
         self.decoder = decoder
         self.add_norm = AllReduceAddRMSNorm(decoder.plan.group)
-        buffers = PrefillBuffers()
+        buffers = PrefillBuffers(decoder.layers[0].self_attn)
         self.attention: list[FusedLatentAttention] = []
         self.experts: list[FusedExperts] = []
         self._derived: list[FusedLatentAttention | FusedExperts | FusedSwiGLU] = []

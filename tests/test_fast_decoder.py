@@ -46,7 +46,7 @@ class SlowPrefill:
             one = (q[at : at + queries], k[start : start + keys], v[start : start + keys])
             out[at : at + queries] = attend(*(x[None] for x in one), mask[None, None], scale=self.scale)[0]
             at, start = at + queries, start + keys
-        assert at == q.shape[0] == out.shape[0] and start == k.shape[0]
+        assert at <= q.shape[0] == out.shape[0] and start <= k.shape[0]  # Padding behind.
 
 
 @torch.library.custom_op("kimi_k25_test::block_product", mutates_args=())

@@ -5,10 +5,13 @@ Importing this file imports no FlashInfer; `import_flashinfer` says why when it 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -107,6 +110,9 @@ class RaggedPrefill:
         self._wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa3")
         self._planned: torch.cuda.Event | None = None
         self._device = device
+        self._num_queries, self._has_prefix = 0, False
+        self._layer: tuple[Tensor, ...] | None = None
+        self._again: Callable[[], object] | None = None
 
     def plan(self, batch: AttentionBatch) -> None:
         """Reads a step's lengths. Several sequences cost a sync with the host, one costs none.
@@ -127,7 +133,38 @@ class RaggedPrefill:
         if self._device.type == "cuda":
             self._planned = self._planned or torch.cuda.Event()
             self._planned.record()
+        self._layer = self._again = None
+        self._num_queries, self._has_prefix = batch.num_query_tokens, prefix is not None
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """(num_query_tokens, heads, qk_head_dim), keys and values of all their sequences, into `out`."""
-        self._wrapper.run(q, k, v, out=out)
+        """One layer's attention of the planned step.
+
+        Layers without a prefix share their tensors, so all but the first launch the kernel with the arguments of the
+        one before: on a short step slicing and FlashInfer's checks would take as long as launching.
+
+        Args:
+            q: (num_query_tokens, heads, qk_head_dim), padding behind, as in `out`.
+            k, v: Of all tokens that the sequences attend to; with padding behind where there is no prefix.
+            out: (num_query_tokens, heads, v_head_dim), written.
+        """
+        layer = self._layer
+        if layer is not None and q is layer[0] and k is layer[1] and v is layer[2] and out is layer[3]:
+            assert self._again is not None
+            self._again()
+            return
+        n = self._num_queries
+        if self._has_prefix:
+            self._wrapper.run(q[:n], k, v, out=out[:n])
+            return
+        module = self._wrapper._cached_module
+
+        def launch(*args: object) -> None:
+            self._again = functools.partial(module.ragged_run, *args)
+            self._again()
+
+        self._wrapper._cached_module = SimpleNamespace(ragged_run=launch)
+        try:
+            self._wrapper.run(q[:n], k[:n], v[:n], out=out[:n])
+        finally:
+            self._wrapper._cached_module = module
+        self._layer = (q, k, v, out)

@@ -6,7 +6,7 @@ in mla.py.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from .mla_kernels import assemble_prefill, norm_rope_append
 from .packed import packed_index
 from .skinny_linear import linear
 
-__all__ = ["FusedLatentAttention", "PrefillAttention", "PrefillBuffers"]
+__all__ = ["FusedLatentAttention", "PrefillAttention", "PrefillBuffers", "PrefillRows"]
 
 FEW_SEQS = 16  # Up to here the products over heads cost less in kernels of their own than in cuBLAS.
 
@@ -31,7 +31,17 @@ class PrefillAttention(Protocol):
         """Reads a step's lengths, once for all layers; may sync with the host."""
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """One layer's attention of the planned step, into `out`."""
+        """One layer's attention of the planned step, into `out`; rows behind the step's tokens are padding."""
+
+
+class PrefillRows(NamedTuple):
+    """One step's views of the buffers: q, k (T, N, Dn + Dr), kv_b (T, N, Dn + Dv), v its last part, out (T, N, Dv)."""
+
+    q: Tensor
+    k: Tensor
+    kv_b: Tensor
+    v: Tensor
+    out: Tensor
 
 
 class PrefillBuffers:
@@ -40,16 +50,29 @@ class PrefillBuffers:
     A step larger than all before gets new buffers; those before stay alive, since captured graphs hold their address.
     """
 
-    def __init__(self) -> None:
-        self._buffers: list[tuple[Tensor, ...]] = []
+    def __init__(self, plain: MultiHeadLatentAttention) -> None:
+        num_heads = plain.o_proj.weight.shape[1] // plain.v_head_dim
+        nope, v = plain.qk_nope_head_dim, plain.v_head_dim
+        self._nope, self._like = nope, plain.o_proj.weight
+        self._shapes = [(num_heads, width) for width in (nope + plain.qk_rope_head_dim, nope + v, v)]
+        self._buffers: list[PrefillRows] = []
+        self._rows: PrefillRows | None = None
 
-    def rows(self, num_tokens: int, widths: tuple[int, ...], like: Tensor) -> tuple[Tensor, ...]:
-        """A (num_tokens, width) view for each width, always at the same address for steps of the same size."""
-        for buffers in self._buffers:
-            if buffers[0].shape[0] >= num_tokens:
-                return tuple(buffer[:num_tokens] for buffer in buffers)
-        self._buffers.append(tuple(like.new_zeros(num_tokens, width) for width in widths))
-        return self._buffers[-1]
+    def rows(self, num_tokens: int) -> PrefillRows:
+        """The same tensors for all layers of a step, at the same address for all steps of that size."""
+        if self._rows is None or self._rows.q.shape[0] != num_tokens:
+            buffers = next((b for b in self._buffers if b.q.shape[0] >= num_tokens), None)
+            if buffers is None:
+                buffers = self._allocate(num_tokens)
+                self._buffers.append(buffers)
+            self._rows = PrefillRows(*(buffer[:num_tokens] for buffer in buffers))
+        return self._rows
+
+    def _allocate(self, num_tokens: int) -> PrefillRows:
+        qk, kv_b, v = self._shapes
+        with torch.inference_mode(False):  # What inference mode makes can't be written outside it.
+            q, k, kv, out = (self._like.new_zeros(num_tokens, *shape) for shape in (qk, qk, kv_b, v))
+        return PrefillRows(q, k, kv, kv[..., self._nope :], out)
 
 
 class FusedLatentAttention:
@@ -98,18 +121,12 @@ class FusedLatentAttention:
         return linear(out.flatten(1), plain.o_proj.weight)
 
     def _prefill(self, q_a: Tensor, kv: Tensor, rope: tuple[Tensor, Tensor], batch: AttentionBatch) -> Tensor:
-        plain = self.plain
-        num_heads = plain.o_proj.weight.shape[1] // plain.v_head_dim
-        rank = plain.kv_a_layernorm.weight.shape[0]
-        q_width, kv_width = plain.q_b_proj.weight.shape[0], plain.kv_b_proj.weight.shape[0]
-        widths = (q_width, q_width, kv_width, num_heads * plain.v_head_dim)
-        rows = self._buffers.rows(q_a.shape[0], widths, q_a)
-        torch.mm(q_a, plain.q_b_proj.weight.T, out=rows[0])
-        torch.mm(kv[:, :rank], plain.kv_b_proj.weight.T, out=rows[2])
-        q, k, kv_b, out = (x.unflatten(-1, (num_heads, -1)) for x in rows)
-        assemble_prefill(q, kv_b, kv, *rope, k)
-        ragged_attention(self, q, k, kv_b[..., plain.qk_nope_head_dim :], batch, out)
-        return out
+        plain, rows = self.plain, self._buffers.rows(q_a.shape[0])
+        torch.mm(q_a, plain.q_b_proj.weight.T, out=rows.q.flatten(1))
+        torch.mm(kv[:, : plain.kv_a_layernorm.weight.shape[0]], plain.kv_b_proj.weight.T, out=rows.kv_b.flatten(1))
+        assemble_prefill(rows.q, rows.kv_b, kv, *rope, rows.k)
+        ragged_attention(self, rows.q, rows.k, rows.v, batch, rows.out)
+        return rows.out
 
     def decode(self, q: Tensor, rope: tuple[Tensor, Tensor], cache: CacheStep) -> Tensor:
         """One new token a sequence: (B, N * (Dn + Dr)) to (B, N, Dv)."""
@@ -146,16 +163,14 @@ def ragged_attention(
         v: (T, N, Dv).
         out: (T, N, Dv), written up to the step's last real token.
     """
-    n, cache = batch.num_query_tokens, batch.cache
+    cache = batch.cache
     if attention.plans:
         attention.prefill.plan(batch)
-    if cache is None or not cache.has_prefix:
-        attention.prefill.run(q[:n], k[:n], v[:n], out[:n])
-        return
-    # The new tokens are in the cache by now: read whole sequences back, end to end, and decompress them.
-    kv = read_cache(cache.layers[attention.plain.layer], cache.block_table)[:, : cache.max_kv_len].flatten(0, 1)
-    if cache.seq_lens.shape[0] > 1:
-        ends = torch.cat((cache.seq_lens.new_zeros(1), cache.seq_lens.cumsum(0, dtype=torch.int32)))
-        kv = kv.index_select(0, packed_index(ends, cache.max_kv_len, int(ends[-1])))
-    k, v = attention.plain.decompress(kv)
-    attention.prefill.run(q[:n], k, v, out[:n])
+    if cache is not None and cache.has_prefix:
+        # The new tokens are in the cache by now: read whole sequences back, end to end, and decompress them.
+        kv = read_cache(cache.layers[attention.plain.layer], cache.block_table)[:, : cache.max_kv_len].flatten(0, 1)
+        if cache.seq_lens.shape[0] > 1:
+            ends = torch.cat((cache.seq_lens.new_zeros(1), cache.seq_lens.cumsum(0, dtype=torch.int32)))
+            kv = kv.index_select(0, packed_index(ends, cache.max_kv_len, int(ends[-1])))
+        k, v = attention.plain.decompress(kv)
+    attention.prefill.run(q, k, v, out)

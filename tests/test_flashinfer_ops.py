@@ -1,0 +1,118 @@
+"""RaggedPrefill over the installed FlashInfer's own wrapper, its compiled module stood in for: which launches come out."""
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kimi_k25.layers.flashinfer_ops import RaggedPrefill
+from kimi_k25.layers.kv_cache import AttentionBatch, CachedSequence, PagedKVCache
+
+HEADS, QK, V = 2, 24, 16
+
+
+class Module:
+    """Compiled kernels: notes what it is launched with."""
+
+    def __init__(self):
+        self.launches = []
+
+    def plan(self, *args):
+        return [len(self.launches)]
+
+    def ragged_run(self, *args):
+        self.launches.append(args)
+
+
+@pytest.fixture
+def module(monkeypatch):
+    library = pytest.importorskip("flashinfer.prefill", reason="no flashinfer-python here", exc_type=Exception)
+    module = Module()
+    monkeypatch.setattr(library, "get_batch_prefill_module", lambda *args: module)
+    pinned = torch.empty
+
+    @functools.wraps(pinned)
+    def empty(*args, pin_memory=False, **kwargs):
+        return pinned(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    return module
+
+
+@pytest.fixture
+def prefill(module):
+    return RaggedPrefill(
+        num_heads=HEADS, qk_head_dim=QK, v_head_dim=V, scale=0.5, dtype=torch.bfloat16, device=torch.device("cpu")
+    )
+
+
+def rows(num_tokens):
+    return [torch.zeros(num_tokens, HEADS, width, dtype=torch.bfloat16) for width in (QK, QK, V, V)]
+
+
+def same(launch, other):
+    return all(
+        (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
+        if isinstance(a, torch.Tensor)
+        else a == b
+        for a, b in zip(launch, other, strict=True)
+    )
+
+
+def whole(*lengths):
+    return AttentionBatch.without_cache(list(lengths), device=torch.device("cpu"))
+
+
+def test_every_layer_launches_what_the_library_would(module, prefill):
+    q, k, v, out = rows(8)
+    prefill.plan(whole(5))
+    prefill._wrapper.run(q[:5], k[:5], v[:5], out=out[:5])
+
+    for _ in range(3):
+        prefill.run(q, k, v, out)
+
+    expected, *launches = module.launches
+    assert len(launches) == 3
+    assert all(same(launch, expected) for launch in launches)
+
+
+def test_the_next_step_and_other_tensors_are_launched_as_they_are(module, prefill):
+    first, second = rows(8), rows(8)
+    prefill.plan(whole(5))
+    prefill.run(*first)
+    prefill.run(*second)
+    prefill.plan(whole(2, 4))
+    prefill.run(*second)
+
+    queries = [launch[3] for launch in module.launches]
+    assert [q.data_ptr() for q in queries] == [first[0].data_ptr(), second[0].data_ptr(), second[0].data_ptr()]
+    assert [q.shape[0] for q in queries] == [5, 5, 6]
+    assert module.launches[2][2] == [2]  # The new plan.
+
+
+def test_keys_of_a_prefix_belong_to_each_layer(module, prefill):
+    q, _, _, out = rows(4)
+    config = SimpleNamespace(num_hidden_layers=1, kv_cache_dim=4)
+    cache = PagedKVCache(config, max_seqs=1, max_seq_len=16, page_size=4, dtype=torch.float32, device="cpu")
+    sequence = CachedSequence()
+    cache.step([sequence], [6])
+    prefill.plan(cache.step([sequence], [3]))
+
+    keys = [rows(9)[1:3] for _ in range(2)]
+    for k, v in keys:
+        prefill.run(q, k, v, out)
+
+    assert [launch[4].data_ptr() for launch in module.launches] == [k.data_ptr() for k, _ in keys]
+    assert [(launch[3].shape[0], launch[4].shape[0]) for launch in module.launches] == [(3, 9), (3, 9)]
+
+
+def test_the_library_checks_the_first_layer_of_a_step(module, prefill):
+    q, k, v, out = rows(8)
+    prefill.plan(whole(5))
+
+    with pytest.raises(ValueError, match="dtype of q"):
+        prefill.run(q.float(), k, v, out)
+
+    prefill.run(q, k, v, out)
+    assert len(module.launches) == 1
