@@ -1,7 +1,7 @@
-"""Which kernels the decoder runs on: plain PyTorch, or FlashInfer, humming and Triton on a Hopper GPU.
+"""Which kernels the model runs on: plain PyTorch, or FlashInfer, humming and Triton on a Hopper GPU.
 
-The plain modules stay and define what is computed; `flashinfer` puts a FastDecoder before them. Choosing is explicit,
-and what was chosen and why is one line. Knows no files.
+The plain modules stay and define what is computed; `flashinfer` puts a FastDecoder and a FastVisionEncoder before
+them. Choosing is explicit, and what was chosen and why is one line. Knows no files.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def why_not_flashinfer(model: KimiK25ForConditionalGeneration) -> str:
 def use_backend(
     model: KimiK25ForConditionalGeneration, backend: Backend = "auto", *, deterministic: bool = False
 ) -> str:
-    """Chooses the decoder's kernels. Call it once the weights are loaded, before graphs are captured.
+    """Chooses the kernels of decoder and vision tower. Call it once the weights are loaded, before graphs are captured.
 
     With `flashinfer` the int4 experts are rearranged in place: from then on state_dict() and saving refuse their
     names, and this function can't go back. Loading again gives the checkpoint's words.
@@ -87,9 +87,11 @@ def use_backend(
         if backend == "flashinfer":
             raise BackendError(trouble)
         return f"backend: torch ({trouble})"
+    from .fast_vision import FastVisionEncoder
     from .layers.humming_experts import HummingExperts
 
     set_fast_decoder(model, lambda experts: HummingExperts(experts, deterministic=deterministic))
+    model.vision_tower.encoder.fast = FastVisionEncoder(model.vision_tower.encoder)
     return f"backend: flashinfer{', deterministic' if deterministic else ''}"
 
 

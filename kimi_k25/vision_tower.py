@@ -8,6 +8,7 @@ Source: Moonshot's modeling_kimi_k25; Kimi-VL, arXiv 2504.07491.
 from __future__ import annotations
 
 import itertools
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -171,17 +172,30 @@ class VisionBlock(nn.Module):
         return x + self.mlp(self.norm1(x))
 
 
+class FastBlocks(Protocol):
+    """VisionEncoder.forward on other kernels: see fast_vision.py."""
+
+    def __call__(self, x: Tensor, grids: list[Grid]) -> Tensor: ...
+
+
 class VisionEncoder(nn.Module):
-    """The blocks and the norm behind them."""
+    """The blocks and the norm behind them.
+
+    Attributes:
+        fast: What computes them instead; None: the modules themselves.
+    """
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
+        self.fast: FastBlocks | None = None
         self.head_dim = config.head_dim
         self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.vt_num_hidden_layers))
         self.final_layernorm = nn.LayerNorm(config.vt_hidden_size, LAYER_NORM_EPS)
 
     def forward(self, x: Tensor, grids: list[Grid]) -> Tensor:
         """(num_patches, vt_hidden_size) to the same."""
+        if self.fast is not None:
+            return self.fast(x, grids)
         lengths = torch.tensor([0, *(t * h * w for t, h, w in grids)], dtype=torch.int32)
         cu_seqlens, max_seqlen = lengths.cumsum(0, dtype=torch.int32).to(x.device), int(lengths.max())
         rope = vision_rope(grids, self.head_dim, x.device)
