@@ -43,7 +43,9 @@ class FastDecoder:
     ) -> None:
         self.decoder = decoder
         self.add_norm = AllReduceAddRMSNorm(decoder.plan.group)
-        buffers = PrefillBuffers(decoder.layers[0].self_attn)
+        first = decoder.layers[0]
+        assert isinstance(first, DecoderLayer)
+        buffers = PrefillBuffers(first.self_attn)
         self.attention: list[FusedLatentAttention] = []
         self.experts: list[FusedExperts] = []
         self._derived: list[FusedLatentAttention | FusedExperts | FusedSwiGLU] = []

@@ -1,4 +1,4 @@
-"""RaggedPrefill over the installed FlashInfer's own wrapper, its compiled module stood in for: which launches come out."""
+"""RaggedPrefill over the installed FlashInfer's own wrapper, its compiled module stood in for: what it launches."""
 
 import functools
 from types import SimpleNamespace

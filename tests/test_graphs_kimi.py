@@ -95,7 +95,7 @@ def test_the_decoder_is_reached_through_the_alias(kimi):
     model, graphed, _ = kimi
 
     assert graphed.decoder is resolve_decoder(model) is model.model.model
-    assert graphed.runner.num_layers == len(model.model.model.layers)
+    assert graphed.runner.graphs.num_layers == len(model.model.model.layers)
 
 
 @pytest.mark.parametrize("name", PROMPTS)
@@ -187,7 +187,7 @@ def test_nothing_in_the_decoder_waits_for_the_device(kimi):
     report = will_it_capture(graphed._forward, inputs)
 
     assert report, str(report)
-    assert report.num_breaks == graphed.runner.num_layers
+    assert report.num_breaks == graphed.runner.graphs.num_layers
 
 
 def test_new_weights_take_effect_in_place(kimi, sequences):

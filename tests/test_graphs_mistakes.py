@@ -239,7 +239,7 @@ def test_dirty_pad_rows_of_a_break_are_zeroed():
 
     # The toy's attention leaves pad rows as they were, and the bridge still holds the full step's rows there.
     assert torch.equal(hidden_states, toy.eager(short))
-    bridge = runner._bridges._buffers["attend.out[0]", torch.float32].view(12, NUM_HEADS, HEAD_DIM)
+    bridge = runner.graphs.bridges._buffers["attend.out[0]", torch.float32].view(12, NUM_HEADS, HEAD_DIM)
     assert bridge[9:].eq(0).all()
     assert bridge[:9].ne(0).any()
 

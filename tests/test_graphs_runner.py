@@ -291,7 +291,7 @@ def test_steady_state_allocates_nothing_outside_the_model():
     """Buffers, calls and views are made at capture; a replay walks them."""
     toy = Toy()
     runner = toy.runner(poison=False)
-    captured = runner._ladders["prefill"].captured[8]
+    captured = runner.graphs.ladders["prefill"].captured[8]
     calls, output = list(captured.calls), captured.output.data_ptr()
 
     for seed in range(3):

@@ -27,10 +27,11 @@ if TYPE_CHECKING:
         PointerMovedError,
         VerificationError,
     )
+    from .graph_set import MemoryReport
     from .plan import GraphPlan
     from .report import CaptureReport, will_it_capture
     from .resolve import resolve_decoder
-    from .runner import Choice, GraphRunner, MemoryReport
+    from .runner import Choice, GraphRunner
     from .tape import Tape
     from .watch import CaptureIssue
 
@@ -53,7 +54,7 @@ _HOME = {
     "resolve_decoder": "resolve",
     "Choice": "runner",
     "GraphRunner": "runner",
-    "MemoryReport": "runner",
+    "MemoryReport": "graph_set",
     "Tape": "tape",
     "CaptureIssue": "watch",
 }

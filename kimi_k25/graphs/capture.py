@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,16 +15,7 @@ from torch.utils._pytree import tree_map_only
 from .breaks import crossing_scope
 from .errors import BreakPointError, CaptureError
 
-__all__ = [
-    "Backend",
-    "BridgeBuffers",
-    "Captured",
-    "Forward",
-    "PaddedEager",
-    "Step",
-    "capture_forward",
-    "quiet_gc",
-]
+__all__ = ["Backend", "BridgeBuffers", "Captured", "Forward", "PaddedEager", "Step", "capture_forward"]
 
 Forward = Callable[[Mapping[str, Tensor]], Tensor]
 
@@ -69,6 +59,13 @@ class Step:
     """The one fact of a run that break calls read: how many rows are real."""
 
     num_tokens: int = 0
+    _padding: tuple[Tensor, int, Tensor] | None = None
+
+    def zero_padding(self, out: Tensor) -> None:
+        """Zero the rows of `out` behind the real ones; layers that share it share the view of them too."""
+        if self._padding is None or self._padding[0] is not out or self._padding[1] != self.num_tokens:
+            self._padding = (out, self.num_tokens, out[self.num_tokens :])
+        self._padding[2].zero_()
 
 
 class BridgeBuffers:
@@ -109,11 +106,12 @@ def _without_broadcast(tensor: Tensor) -> Tensor:
 class _BreakCall:
     """A recorded break: runs the function eagerly, then zeroes the rows of its output that are padding."""
 
-    __slots__ = ("args", "fn", "kwargs", "out", "step")
+    __slots__ = ("args", "fn", "kwargs", "num_rows", "out", "step")
 
     def __init__(self, fn: Callable[..., None], bound: inspect.BoundArguments, step: Step) -> None:
         self.fn, self.args, self.kwargs, self.step = fn, bound.args, bound.kwargs, step
         self.out: Tensor = bound.arguments["out"]
+        self.num_rows = self.out.shape[0]
 
     def __call__(self) -> None:
         result = self.fn(*self.args, **self.kwargs)
@@ -122,8 +120,8 @@ class _BreakCall:
                 f"break point {self.fn.__qualname__} returned a {type(result).__name__}; it must write into 'out' "
                 "and return None, since a returned tensor would move from replay to replay"
             )
-        if self.step.num_tokens < self.out.shape[0]:
-            self.out[self.step.num_tokens :].zero_()
+        if self.step.num_tokens < self.num_rows:
+            self.step.zero_padding(self.out)
 
 
 def _check_out(fn: Callable[..., None], bound: inspect.BoundArguments, num_rows: int) -> None:
@@ -198,12 +196,16 @@ class _Pieces:
 
 @dataclass(slots=True)
 class Captured:
-    """A forward as calls; running them in order is a replay. `output` is `(num_rows, hidden)`, overwritten by each."""
+    """A forward as calls, run in order by a replay. `output` is `(num_rows, hidden)`, overwritten by each."""
 
     calls: list[Callable[[], object]]
     output: Tensor
     num_breaks: int
     nbytes: int = 0
+
+    def replay(self) -> None:
+        for call in self.calls:
+            call()
 
 
 def capture_forward(
@@ -246,20 +248,3 @@ def capture_forward(
             backend.abort()
             raise
     return Captured(crossing.calls, output, crossing.num_breaks)
-
-
-@contextmanager
-def quiet_gc() -> Iterator[None]:
-    """A collection during a capture could free device memory, which breaks it; so collect first, then hold."""
-    was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
-    gc.collect()
-    gc.disable()
-    if not was_frozen:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if not was_frozen:
-            gc.unfreeze()
-        if was_enabled:
-            gc.enable()

@@ -8,9 +8,10 @@ from typing import Literal
 
 from torch import Tensor
 
+from .breaks import crossing_scope
 from .buckets import BucketPolicy, Selection
 from .buffers import StaticInputs
-from .capture import Captured, Step
+from .capture import Captured, Forward, PaddedEager, Step
 
 __all__ = ["Ladder", "Phase"]
 
@@ -28,6 +29,7 @@ class Ladder:
     policy: BucketPolicy | None
     statics: StaticInputs
     step: Step
+    forward: Forward
     captured: dict[int, Captured] = field(default_factory=dict)
     output: Tensor | None = None
     dropped: str = ""
@@ -58,3 +60,13 @@ class Ladder:
         """Make a step the current one: its tensors into the static buffers, padded to `bucket`."""
         self.step.num_tokens = num_tokens
         self.statics.load(inputs, num_tokens, bucket)
+
+    def run_padded(self, bucket: int) -> Tensor:
+        """The loaded step eagerly, on the static buffers as they are: (bucket, hidden)."""
+        with crossing_scope(PaddedEager(self.step, bucket) if self.mode == "piecewise" else None):
+            return self.forward(self.statics.views(bucket))
+
+    @property
+    def static_bytes(self) -> int:
+        """Bytes of inputs and output."""
+        return self.statics.nbytes + (0 if self.output is None else self.output.nbytes)

@@ -1,7 +1,7 @@
-"""GraphRunner: captures a forward for a ladder of sizes and runs each step by the fastest way that is right.
+"""GraphRunner: runs each step by the fastest captured way that is right. Knows no model and captures nothing itself.
 
 The forward takes embeddings and gives hidden states. Token lookup, vision tower and LM head stay outside, so
-text and images share the same graphs. Knows no model: only a function, its inputs and its break points.
+text and images share the same graphs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,21 +19,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .breaks import crossing_scope
-from .buckets import BucketPolicy
-from .buffers import InputSpec, StaticInputs, count_tokens
-from .capture import Backend, BridgeBuffers, Captured, Forward, PaddedEager, Step, capture_forward, quiet_gc
+from .buffers import InputSpec, count_tokens
+from .capture import Backend, Forward
 from .errors import CaptureError, GraphError, GraphFallbackError, GraphFallbackWarning
-from .fingerprint import PointerFingerprint, registered_names
+from .fingerprint import PointerFingerprint
+from .graph_set import Dummy, GraphSet, MemoryReport
 from .ladder import Ladder, Phase
 from .plan import GraphPlan
 from .resolve import resolve_decoder
+from .verify import Batch, verify
 
-__all__ = ["Choice", "GraphRunner", "MemoryReport"]
+__all__ = ["Choice", "GraphRunner"]
 
 logger = logging.getLogger(__name__)
-
-Dummy = Callable[[Phase, int], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +42,6 @@ class Choice:
     bucket: int | None = None
     reason: str = ""
     is_fallback: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryReport:
-    """Bytes. `by_bucket` is what each capture added to the graphs' memory, in the order of capture.
-
-    `reserved_bytes` and `driver_bytes` are what torch's allocator and the driver gave during the whole capture,
-    warm-up included (0 off CUDA).
-    """
-
-    graph_bytes: int
-    bridge_bytes: int
-    static_bytes: int
-    reserved_bytes: int
-    driver_bytes: int
-    by_bucket: dict[tuple[str, int], int]
 
 
 def _choose_backend(plan: GraphPlan, device: torch.device) -> tuple[Backend | None, str]:
@@ -95,6 +77,9 @@ class GraphRunner:
         num_layers: how many break points a forward must meet; by default the decoder's number of layers.
         watch: further tensors that the graphs read, by name (caches, workspaces): see PointerFingerprint.
 
+    Attributes:
+        graphs: what was captured; None if all runs are eager.
+
     Example:
         runner = GraphRunner(forward, module, inputs={"inputs_embeds": InputSpec((7168,), torch.bfloat16)},
                              dummy=dummy, plan=GraphPlan(prefill=BucketPolicy.prefill(2048)))
@@ -115,20 +100,15 @@ class GraphRunner:
         num_layers: int | None = None,
         watch: Mapping[str, Callable[[], Tensor]] | None = None,
     ) -> None:
-        self.forward, self.module, self.dummy = forward, module, dummy
+        self.module = module
         self.plan = plan or GraphPlan()
-        self.num_layers = len(resolve_decoder(module).layers) if num_layers is None else num_layers
         self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        self._forward = forward
         self._specs: dict[Phase, dict[str, InputSpec]] = {
             "prefill": dict(inputs),
             "decode": {**inputs, **(decode_inputs or {})},
         }
         self._watch = dict(watch or {})
-        self._names = registered_names(module)
-        self._backend, self._why_eager = _choose_backend(self.plan, self.device)
-        self._ladders: dict[Phase, Ladder] = {}
-        self._bridges: BridgeBuffers | None = None
-        self._step = Step()
         self._eager_num_tokens = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._fingerprint: PointerFingerprint | None = None
         self._state: Literal["new", "captured", "frozen", "closed"] = "new"
@@ -136,13 +116,18 @@ class GraphRunner:
         self._runs: Counter[str] = Counter()
         self._fallbacks: Counter[str] = Counter()
         self._capture_seconds = 0.0
-        self._reserved_bytes = self._driver_bytes = 0
-
-    # -- capture ------------------------------------------------------------------------------------------
+        layers = len(resolve_decoder(module).layers) if num_layers is None else num_layers
+        backend, self._why_eager = _choose_backend(self.plan, self.device)
+        self.graphs: GraphSet | None = None
+        if backend is not None:
+            self.graphs = GraphSet(
+                backend, forward, module,
+                specs=self._specs, dummy=dummy, plan=self.plan, num_layers=layers, device=self.device,
+            )  # fmt: skip
 
     @torch.no_grad()
     def capture(self) -> None:
-        """Warm every bucket eagerly, then capture all, largest first, prefill before decode.
+        """Capture all that the plan asks for, once.
 
         Raises:
             CaptureError: the forward can't be captured, or meets another number of break points than layers; or
@@ -151,126 +136,12 @@ class GraphRunner:
         if self._state != "new":
             raise CaptureError(f"capture() on a {self._state} runner; make a new one")
         with self._alone():
-            start, memory = time.perf_counter(), self._memory()
-            if self._backend is not None:
-                try:
-                    with quiet_gc():
-                        self._capture_all(self._backend)
-                except BaseException:
-                    self._ladders.clear()
-                    self._backend.close()
-                    raise
+            start = time.perf_counter()
+            if self.graphs is not None:
+                self.graphs.capture()
             self._capture_seconds = time.perf_counter() - start
-            self._reserved_bytes, self._driver_bytes = (a - b for a, b in zip(self._memory(), memory, strict=True))
             self._state = "captured"
         logger.info("%s", self.describe())
-
-    def _capture_all(self, backend: Backend) -> None:
-        policies: dict[Phase, BucketPolicy | None] = {"prefill": self.plan.prefill, "decode": self.plan.decode}
-        self._ladders = {
-            phase: Ladder(phase, policy, StaticInputs(self._specs[phase], policy.maximum, self.device), self._step)
-            for phase, policy in policies.items()
-            if policy is not None
-        }
-        for ladder in self._ladders.values():
-            self._warm(backend, ladder)
-        while not self._capture_ladders(backend):
-            backend.close()  # over budget: its memory comes back only when all of its graphs go
-
-    def _warm(self, backend: Backend, ladder: Ladder) -> None:
-        """Autotuning, library workspaces and lazy caches must happen before the first capture, at every size."""
-        for bucket in reversed(ladder.sizes):
-            try:
-                self._load_dummy(ladder, bucket)
-                with backend.warming():
-                    hidden_states = self._run_padded(ladder, bucket)
-            except torch.OutOfMemoryError as e:
-                self._drop_out_of_memory(ladder, bucket, e)
-                continue
-            if hidden_states.dim() != 2 or hidden_states.shape[0] != bucket:
-                raise CaptureError(
-                    f"forward returned {tuple(hidden_states.shape)} for {bucket} tokens, expected ({bucket}, hidden)"
-                )
-            if ladder.output is None:
-                ladder.output = torch.zeros_like(hidden_states)
-
-    def _capture_ladders(self, backend: Backend) -> bool:
-        """Capture all; False if the budget was exceeded, with the largest bucket dropped for the next try."""
-        self._bridges = BridgeBuffers(backend) if self.plan.bridges == "shared" else None
-        for ladder in self._ladders.values():
-            ladder.captured.clear()
-            if ladder.output is None:
-                continue
-            for bucket in reversed(ladder.sizes):
-                before = self._graph_bytes(backend)
-                try:
-                    captured = self._capture_bucket(backend, ladder, bucket)
-                except torch.OutOfMemoryError as e:
-                    self._drop_out_of_memory(ladder, bucket, e)
-                    continue
-                captured.nbytes = self._graph_bytes(backend) - before
-                ladder.captured[bucket] = captured
-                budget, used = self.plan.max_graph_bytes, self._graph_bytes(backend)
-                if budget is not None and used > budget:
-                    self._drop_over_budget(used, budget)
-                    return False
-        self._refuse_kept_tensors(backend)
-        return True
-
-    def _capture_bucket(self, backend: Backend, ladder: Ladder, bucket: int) -> Captured:
-        assert ladder.output is not None
-        output = ladder.output[:bucket]
-        self._load_dummy(ladder, bucket)
-        if self.plan.one_break:
-            return Captured([lambda: output.copy_(self._run_padded(ladder, bucket))], output, 1)
-        captured = capture_forward(
-            backend,
-            self.forward,
-            ladder.statics.views(bucket),
-            output,
-            self._step,
-            pieces=ladder.mode == "piecewise",
-            bridges=self._bridges,
-        )
-        if ladder.mode == "piecewise" and captured.num_breaks != self.num_layers:
-            raise CaptureError(
-                f"the forward met {captured.num_breaks} break points, expected {self.num_layers}, one a layer; "
-                "an attention without @break_point would be frozen into the graph with its first arguments"
-            )
-        return captured
-
-    def _drop_out_of_memory(self, ladder: Ladder, bucket: int, error: torch.OutOfMemoryError) -> None:
-        used = self._graph_bytes(self._backend) if self._backend else 0
-        message = (
-            f"out of memory at {ladder.phase} bucket {bucket}, with {used} bytes of graphs before it; lower the "
-            f"maximum of GraphPlan.{ladder.phase}, or max_graph_bytes"
-        )
-        if self.plan.strict:
-            raise CaptureError(message) from error
-        ladder.drop(bucket, "out of memory")
-        warnings.warn(f"{message}. The other buckets stay in use", GraphFallbackWarning, stacklevel=2)
-
-    def _drop_over_budget(self, used: int, budget: int) -> None:
-        ladder = max(self._ladders.values(), key=lambda ladder: max(ladder.sizes, default=0))
-        bucket = max(ladder.sizes)
-        message = (
-            f"graphs take {used} bytes, over max_graph_bytes={budget}, with {ladder.phase} bucket {bucket} the "
-            "largest; raise the budget, or plan fewer"
-        )
-        if self.plan.strict:
-            raise CaptureError(message)
-        ladder.drop(bucket, "over max_graph_bytes")
-        warnings.warn(f"{message}. It is dropped", GraphFallbackWarning, stacklevel=2)
-
-    def _refuse_kept_tensors(self, backend: Backend) -> None:
-        """A tensor that a module kept from a capture lies in memory that every replay overwrites."""
-        for name, module in self.module.named_modules():
-            for key, value in (*vars(module).items(), *module._buffers.items(), *module._parameters.items()):
-                if isinstance(value, Tensor) and backend.owns(value):
-                    raise CaptureError(
-                        f"{name + '.' if name else ''}{key} was made inside the capture and kept on its module; "
-                        "replays overwrite it. Compute it before the forward, or don't keep it"
-                    )
 
     def freeze(self) -> None:
         """No capture from here on; each run checks that all that the graphs read still lies where it lay."""
@@ -279,14 +150,12 @@ class GraphRunner:
         self._fingerprint = PointerFingerprint(self.module, self._watch)
         self._state = "frozen"
 
-    # -- running ------------------------------------------------------------------------------------------
-
     def can_run(self, num_tokens: int, *, decode: bool = False) -> Choice:
         """How a step of this size would run. Full (decode) before piecewise before eager.
 
         A decode step that misses its own ladder tries the prefill graphs: break points take any step.
         """
-        if self._backend is None:
+        if self.graphs is None:
             return Choice("eager", reason=self._why_eager)
         if not self._ladders:
             reason = {"new": "nothing is captured yet", "closed": "the runner is closed"}.get(self._state)
@@ -335,7 +204,10 @@ class GraphRunner:
             ladder = self._ladders["decode" if choice.mode == "full" else "prefill"]
             captured = ladder.captured[choice.bucket]
             ladder.load(inputs, num_tokens, choice.bucket)
-            self._replay(captured)
+            captured.replay()
+            if self._fingerprint is not None:
+                # After the launches: the host checks while the device works, before any result is handed out.
+                self._fingerprint.check()
             hidden_states = captured.output[:num_tokens]
             return hidden_states.clone() if clone else hidden_states
 
@@ -353,24 +225,15 @@ class GraphRunner:
                 return self._run_unpadded(inputs, num_tokens)
             ladder = self._ladders["decode" if choice.mode == "full" else "prefill"]
             ladder.load(inputs, num_tokens, choice.bucket)
-            return self._run_padded(ladder, choice.bucket)[:num_tokens]
+            return ladder.run_padded(choice.bucket)[:num_tokens]
 
     def _run_unpadded(self, inputs: Mapping[str, Tensor], num_tokens: int) -> Tensor:
         self._eager_num_tokens.fill_(num_tokens)
-        return self.forward({**inputs, "num_tokens": self._eager_num_tokens})
+        return self._forward({**inputs, "num_tokens": self._eager_num_tokens})
 
-    def _run_padded(self, ladder: Ladder, bucket: int) -> Tensor:
-        """Eager on the static buffers as they are."""
-        crossing = PaddedEager(self._step, bucket) if ladder.mode == "piecewise" else None
-        with crossing_scope(crossing):
-            return self.forward(ladder.statics.views(bucket))
-
-    def _replay(self, captured: Captured) -> None:
-        for call in captured.calls:
-            call()
-        # After the launches: the host checks while the device works, before any result is handed out.
-        if self._fingerprint is not None:
-            self._fingerprint.check()
+    @property
+    def _ladders(self) -> Mapping[Phase, Ladder]:
+        return self.graphs.ladders if self.graphs is not None else {}
 
     def _note_fallback(self, choice: Choice) -> None:
         if self.plan.strict:
@@ -379,13 +242,6 @@ class GraphRunner:
         if self._fallbacks[choice.reason] == 1:
             # Past run and torch.no_grad's wrapper: the line that asked for the step.
             warnings.warn(f"running {choice.mode}: {choice.reason}", GraphFallbackWarning, stacklevel=4)
-
-    def _load_dummy(self, ladder: Ladder, num_tokens: int) -> None:
-        inputs = self.dummy(ladder.phase, num_tokens)
-        found = count_tokens(inputs, self._specs[ladder.phase])
-        if found != num_tokens:
-            raise ValueError(f"dummy({ladder.phase!r}, {num_tokens}) gave {found} tokens")
-        ladder.load(inputs, num_tokens, num_tokens)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -399,10 +255,16 @@ class GraphRunner:
         finally:
             self._lock.release()
 
-    # -- looking in ---------------------------------------------------------------------------------------
-
-    def verify(self, level: int = 2, **options: Any) -> dict[str, int]:
-        """Compare replays with eager, after `capture`: kimi_k25.graphs.verify has the levels and the options.
+    def verify(
+        self,
+        level: int = 2,
+        *,
+        batches: Mapping[Phase, Sequence[Batch]] | None = None,
+        head: Callable[[Tensor], Tensor] | None = None,
+        rtol: float = 1e-3,
+        atol: float = 1e-3,
+    ) -> dict[str, int]:
+        """Compare replays with eager, after `capture`: kimi_k25.graphs.verify has the levels and the arguments.
 
         Returns:
             Number of comparisons made, by level.
@@ -411,18 +273,18 @@ class GraphRunner:
             VerificationError: a replay differs from eager.
             GraphError: there is no graph to verify.
         """
-        from .verify import verify
-
-        if not self._ladders:
+        if self.graphs is None or not self._ladders:
             why = self._why_eager or self.can_run(1).reason
             raise GraphError(f"nothing to verify: {why}. Call capture() first; on a CPU with backend='tape'")
         with self._alone():
-            return verify(self, level, **options)
+            if self._fingerprint is not None:
+                self._fingerprint.check()
+            return verify(self.graphs, level, batches=batches, head=head, rtol=rtol, atol=atol)
 
     def stats(self) -> dict[str, Any]:
         """Backend, state, runs by mode and fallbacks by reason."""
         return {
-            "backend": self._backend.name if self._backend else "eager",
+            "backend": self.graphs.backend.name if self.graphs is not None else "eager",
             "why_eager": self._why_eager,
             "state": self._state,
             "runs": dict(self._runs),
@@ -433,56 +295,29 @@ class GraphRunner:
 
     def describe(self) -> str:
         """One line: backend, buckets, segments, seconds, MiB; or why there are none."""
-        if self._backend is None:
+        if self.graphs is None:
             return f"graphs: eager ({self._why_eager})"
         ladders = [
             f"{phase} {len(ladder.captured)} buckets {min(ladder.captured)}..{max(ladder.captured)}"
             for phase, ladder in self._ladders.items()
             if ladder.captured
         ]
-        calls = sum(len(c.calls) - c.num_breaks for ladder in self._ladders.values() for c in ladder.captured.values())
-        mib = self._graph_bytes(self._backend) / 2**20
         return (
-            f"graphs: {self._backend.name}, {', '.join(ladders) or 'nothing captured'}, {calls} segments, "
-            f"{self._capture_seconds:.2f} s, {mib:.1f} MiB"
+            f"graphs: {self.graphs.backend.name}, {', '.join(ladders) or 'nothing captured'}, "
+            f"{self.graphs.num_segments} segments, {self._capture_seconds:.2f} s, {self.graphs.nbytes / 2**20:.1f} MiB"
         )
 
     def memory_report(self) -> MemoryReport:
         """What the graphs and their buffers take."""
-        return MemoryReport(
-            graph_bytes=self._backend.nbytes if self._backend else 0,
-            bridge_bytes=self._bridges.nbytes if self._bridges else 0,
-            static_bytes=sum(
-                ladder.statics.nbytes + (0 if ladder.output is None else ladder.output.nbytes)
-                for ladder in self._ladders.values()
-            ),
-            reserved_bytes=self._reserved_bytes,
-            driver_bytes=self._driver_bytes,
-            by_bucket={
-                (phase, bucket): captured.nbytes
-                for phase, ladder in self._ladders.items()
-                for bucket, captured in ladder.captured.items()
-            },
-        )
-
-    def _graph_bytes(self, backend: Backend) -> int:
-        return backend.nbytes + (self._bridges.nbytes if self._bridges else 0)
-
-    def _memory(self) -> tuple[int, int]:
-        """Bytes reserved by torch's allocator, and in use as the driver sees it."""
-        if self.device.type != "cuda":
-            return 0, 0
-        free, total = torch.cuda.mem_get_info(self.device)
-        return torch.cuda.memory_reserved(self.device), total - free
+        return self.graphs.memory_report() if self.graphs is not None else MemoryReport(0, 0, 0, 0, 0, {})
 
     def close(self) -> None:
         """Drop all graphs together. The runner can't `run` again; another one can be made."""
         with self._alone():
             self._state = "closed"
-            self._ladders.clear()
-            self._bridges = self._fingerprint = None
-            if self._backend is not None:
-                self._backend.close()
+            self._fingerprint = None
+            if self.graphs is not None:
+                self.graphs.close()
 
     def __enter__(self) -> GraphRunner:
         return self

@@ -1,6 +1,6 @@
-"""Verification: is a replay what eager computes? Knows a runner, no model.
+"""Verification: is a replay what eager computes? Knows captured graphs, no model.
 
-L0 structure: a break for each layer in every piecewise graph, pointers as at freeze, parameters and buffers as before.
+L0 structure: a break for each layer in every piecewise graph, parameters and buffers as before.
 L1 replay == eager, bitwise, on the same padded buffers (another size may pick another kernel, so only there).
 L2 replayed twice, in every order of up to three buckets, with memory churned through in between.
 L3 the real rows of a padded replay against eager without padding, within a tolerance.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,19 +20,17 @@ from torch import Tensor
 from .buffers import count_tokens
 from .errors import VerificationError
 from .fingerprint import registered_names
+from .graph_set import GraphSet
+from .ladder import Ladder, Phase
 
-if TYPE_CHECKING:
-    from .ladder import Ladder, Phase
-    from .runner import GraphRunner
-
-__all__ = ["verify"]
+__all__ = ["Batch", "verify"]
 
 Batch = Callable[[], Mapping[str, Tensor]]
 
 
 @torch.no_grad()
 def verify(
-    runner: GraphRunner,
+    graphs: GraphSet,
     level: int,
     *,
     batches: Mapping[Phase, Sequence[Batch]] | None = None,
@@ -45,7 +42,7 @@ def verify(
 
     Args:
         batches: real steps by phase; each call sets up one (the caller's own step object too) and returns its
-            inputs. By default the runner's dummy steps: each bucket full, and one row short.
+            inputs. By default the graphs' dummy steps: each bucket full, and one row short.
         head: `(num_tokens, hidden) -> (num_tokens, vocab)`, for L4.
         rtol, atol: L3's tolerance. It is the tolerance between two sizes of the same product, not of graphs.
 
@@ -61,17 +58,17 @@ def verify(
     if level >= 4 and head is None:
         raise ValueError("level 4 compares tokens, so it needs head=")
     counts: dict[str, int] = {}
-    _check_structure(runner, counts)
-    for ladder in runner._ladders.values():
-        steps = _steps(ladder, runner, (batches or {}).get(ladder.phase))
+    _check_structure(graphs, counts)
+    for ladder in graphs.ladders.values():
+        steps = _steps(ladder, graphs, (batches or {}).get(ladder.phase))
         for step in steps if level >= 1 else ():
-            num_tokens, bucket, inputs = _load(runner, ladder, step)
+            num_tokens, bucket, inputs = _load(ladder, step)
             where = f"{ladder.phase} {num_tokens} tokens in bucket {bucket}"
-            replayed = _replay(runner, ladder, bucket)
-            _compare(counts, "L1", where, replayed, runner._run_padded(ladder, bucket))
+            replayed = _replay(ladder, bucket)
+            _compare(counts, "L1", where, replayed, ladder.run_padded(bucket))
             if level >= 3:
                 real = {**inputs, "num_tokens": ladder.statics.num_tokens}
-                unpadded = runner.forward(real)
+                unpadded = graphs.forward(real)
                 _compare(counts, "L3", where, replayed[:num_tokens], unpadded, rtol, atol)
                 if level >= 4 and head is not None:
                     tokens = [head(rows).argmax(-1, keepdim=True) for rows in (replayed[:num_tokens], unpadded)]
@@ -79,11 +76,11 @@ def verify(
         if level >= 2:
             for order in _orders(steps):
                 for step in (*order, *order):
-                    num_tokens, bucket, _ = _load(runner, ladder, step)
-                    _churn(runner.device)
-                    replayed = _replay(runner, ladder, bucket)
+                    num_tokens, bucket, _ = _load(ladder, step)
+                    _churn(graphs.device)
+                    replayed = _replay(ladder, bucket)
                     where = f"{ladder.phase} bucket {bucket}"
-                    _compare(counts, "L2", where, replayed, runner._run_padded(ladder, bucket))
+                    _compare(counts, "L2", where, replayed, ladder.run_padded(bucket))
     return counts
 
 
@@ -113,24 +110,22 @@ def _compare(
     )
 
 
-def _check_structure(runner: GraphRunner, counts: dict[str, int]) -> None:
-    for ladder in runner._ladders.values():
+def _check_structure(graphs: GraphSet, counts: dict[str, int]) -> None:
+    for ladder in graphs.ladders.values():
         for bucket, captured in ladder.captured.items():
             counts["L0"] = counts.get("L0", 0) + 1
-            if ladder.mode == "piecewise" and not runner.plan.one_break and captured.num_breaks != runner.num_layers:
-                raise VerificationError(f"L0 bucket {bucket}: {captured.num_breaks} breaks, {runner.num_layers} layers")
-    if registered_names(runner.module) != runner._names:
+            if ladder.mode == "piecewise" and not graphs.plan.one_break and captured.num_breaks != graphs.num_layers:
+                raise VerificationError(f"L0 bucket {bucket}: {captured.num_breaks} breaks, {graphs.num_layers} layers")
+    if registered_names(graphs.module) != graphs.names:
         raise VerificationError("L0: the module has other parameters or buffers than before the capture")
-    if runner._fingerprint is not None:
-        runner._fingerprint.check()
 
 
-def _steps(ladder: Ladder, runner: GraphRunner, batches: Sequence[Batch] | None) -> list[Batch]:
+def _steps(ladder: Ladder, graphs: GraphSet, batches: Sequence[Batch] | None) -> list[Batch]:
     if batches is not None:
         return list(batches)
     sizes = sorted(ladder.captured)
     counts = sorted({count for size in sizes for count in (size, size - 1) if count > 0})
-    return [lambda count=count: runner.dummy(ladder.phase, count) for count in counts]  # type: ignore[misc]
+    return [lambda count=count: graphs.dummy(ladder.phase, count) for count in counts]  # type: ignore[misc]
 
 
 def _orders(steps: list[Batch]) -> list[tuple[Batch, ...]]:
@@ -138,7 +133,7 @@ def _orders(steps: list[Batch]) -> list[tuple[Batch, ...]]:
     return list(itertools.permutations(picked))
 
 
-def _load(runner: GraphRunner, ladder: Ladder, batch: Batch) -> tuple[int, int, Mapping[str, Tensor]]:
+def _load(ladder: Ladder, batch: Batch) -> tuple[int, int, Mapping[str, Tensor]]:
     inputs = batch()
     num_tokens = count_tokens(inputs, ladder.statics.specs)
     selection = ladder.select(num_tokens)
@@ -148,10 +143,10 @@ def _load(runner: GraphRunner, ladder: Ladder, batch: Batch) -> tuple[int, int, 
     return num_tokens, selection.bucket, inputs
 
 
-def _replay(runner: GraphRunner, ladder: Ladder, bucket: int) -> Tensor:
+def _replay(ladder: Ladder, bucket: int) -> Tensor:
     captured = ladder.captured[bucket]
     captured.output.fill_(float("nan"))
-    runner._replay(captured)
+    captured.replay()
     return captured.output.clone()
 
 
