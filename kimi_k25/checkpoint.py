@@ -10,6 +10,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from aliasmix.tensorinfo import INDEX_NAME, Checkpoint, TensorInfo, listing, rea
 from .checkpoint_files import Tensors, has_checkpoint, num_bytes, write_checkpoint
 from .config import KimiK25Config, load_config
 from .config_json import config_json
+from .file_reader import FileReader
 from .layers.parallel import WHOLE, ParallelPlan
 from .model import KimiK25ForConditionalGeneration
 from .placement import packed_layers_of, place_all
@@ -165,24 +167,49 @@ def _fill(
     expected: Tensors,
     canonical: Mapping[str, str],
 ) -> None:
-    """Copies every tensor, or what of it is this rank's, to its place, in the order of the files' bytes."""
+    """Copies every tensor, or what of it is this rank's, to its place, in the order of the files' bytes.
+
+    A mapped file is copied to the GPU at a third of the speed of the page cache, so what is in one piece in the file
+    and in its place goes through a FileReader.
+    """
     placements = place_all(expected, model)
+    device = model.language_model.lm_head.weight.device
     kept, state = set(placements), model.state_dict()
     total = files.total_size
     is_shown = model.plan.rank == 0 and sys.stderr is not None and sys.stderr.isatty()
-    with tqdm(total=total, desc="loading", unit="B", unit_scale=True, leave=False, disable=not is_shown) as bar:
+    with (
+        tqdm(total=total, desc="loading", unit="B", unit_scale=True, leave=False, disable=not is_shown) as bar,
+        FileReader(device) if device.type == "cuda" else nullcontext() as reader,
+    ):
         for file, header in sorted(files.headers.items()):
+            whole: list[tuple[int, Tensor]] = []
             with safe_open(files.folder / file, "pt") as f:
                 for file_name, info in header.tensors.items():
                     name = canonical[file_name]
                     if placement := placements.pop(name, None):
-                        part = placement.part
+                        part, target = placement.part, placement.view(state)
+                        first = _first_byte(info, part)
+                        is_same = str(target.dtype) == f"torch.{info.dtype}" and target.is_contiguous()
+                        if reader and first is not None and is_same:
+                            whole.append((first, target))
+                            bar.update(info.end - info.begin - target.nbytes)
+                            continue
                         tensor = f.get_slice(file_name)[part] if part else f.get_tensor(file_name)
-                        placement.view(state).copy_(tensor)
+                        target.copy_(tensor)
                     elif name.removesuffix("_shape") + "_packed" in kept:
                         _check_shape(header.path, name, f.get_tensor(file_name), expected)
                     bar.update(info.end - info.begin)
+            if reader:
+                reader.fill(files.folder / file, whole, bar.update)
     assert not placements, f"not filled: {list(placements)[:5]}"
+
+
+def _first_byte(info: TensorInfo, part: tuple[slice, ...]) -> int | None:
+    """Where a tensor, or a part of it that is whole rows, begins in its file; None if the part is in pieces."""
+    if len(part) > 1:
+        return None
+    rows = part[0].indices(info.shape[0]) if part else (0,)
+    return info.begin + rows[0] * ((info.end - info.begin) // info.shape[0]) if info.shape else info.begin
 
 
 def _check_shape(path: Path, name: str, tensor: Tensor, expected: Tensors) -> None:

@@ -12,7 +12,7 @@ LEVELS = """
     tiny
     streaming  decoder_graphs  backend
     engine  checkpoint  processor  fast_decoder  fast_vision  ranks
-    placement  checkpoint_files  config_json  chat  image_processor  video
+    placement  checkpoint_files  file_reader  config_json  chat  image_processor  video
     tokenizer  sandbox  tool_declarations
     model
     language_model  vision_tower  projector
