@@ -4,9 +4,10 @@
 
 Bitwise equality in every order of three buckets, with the allocator churned in between; seconds and GiB of the
 42-size ladder, with bridge buffers and with strong per-layer buffers; replay in pieces against one full graph of the
-same forward; decode with and without prefill graphs beside it; host time of a replay; and the library
-breakable-cuda-graphs on the same model, if it is installed. The share is rank_share.py's: no collectives, one layer's
-rearranged experts copied to the others.
+same forward over the same static buffers; decode with and without prefill graphs beside it; what a replay costs the
+host, and how much of that the GPU waits for; and the library breakable-cuda-graphs on the same model, if it is
+installed. What is compared runs in turns, so that a drift of the clocks meets all alike. The share is rank_share.py's:
+no collectives, one layer's rearranged experts copied to the others, routers balanced.
 """
 
 from __future__ import annotations
@@ -17,30 +18,55 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import measure, print_table, provenance, refuse, write_result
-from rank_share import CONTEXT, HIDDEN, TOPK, Steps, build, require_room, set_fast, share_config
+from harness import Timing, measure, print_table, provenance, refuse, write_result
+from rank_share import CONTEXT, TOPK, Steps, balance_routers, build, require_room, set_fast, share_config
 from torch import Tensor
 
 from kimi_k25.decoder_graphs import GraphedDecoder
 from kimi_k25.graphs import BucketPolicy, GraphPlan
 from kimi_k25.graphs.breaks import crossing_scope
-from kimi_k25.layers.kv_cache import AttentionBatch, PagedKVCache
+from kimi_k25.layers.kv_cache import PagedKVCache
 
 TOKENS = (64, 256, 1024, 2048, 4096)
 ORDERED = (64, 256, 1024)
 LADDER = BucketPolicy.prefill(2048)
 DECODE = BucketPolicy.of([1, 8])
+BALANCED = 2048  # Tokens among which the routers share the experts out, as rank_share.py does.
+CHURNED = (1 << 12, 1 << 16, 1 << 20, 1 << 24)  # Elements.
+SPIN_CYCLES = 20_000_000  # About 10 ms: longer than the host takes to launch a step.
 
 
-def churn() -> None:
+def in_turns(*calls: Callable[[], object], rounds: int, warmup: int = 3, behind_spin: bool = False) -> list[Timing]:
+    """One Timing for each call, measured ABAB. A call begins on an idle GPU, as a request meets it.
+
+    With `behind_spin` the GPU is kept busy until all of the call's launches are queued: then host time is in no
+    figure, and what is left is the device's own.
+    """
+    samples: list[list[float]] = [[] for _ in calls]
+    for number in range(warmup + rounds):
+        for call, own in zip(calls, samples, strict=True):
+            torch.cuda.synchronize()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            if behind_spin:
+                torch.cuda._sleep(SPIN_CYCLES)
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            if number >= warmup:
+                own.append(start.elapsed_time(end))
+    return [Timing.of(own) for own in samples]
+
+
+def churn(device: torch.device) -> None:
     """Takes and frees memory of many sizes, filled, so that a pointer kept to freed memory reads something else."""
-    for size in (1 << 12, 1 << 16, 1 << 20, 1 << 24):
-        kept = [torch.full((size,), float("nan"), device="cuda") for _ in range(8)]
+    for size in CHURNED:
+        kept = [torch.full((size,), float("nan"), device=device) for _ in range(8)]
         del kept
 
 
@@ -50,8 +76,7 @@ class Share:
     def __init__(
         self, tp: int, layers: int, device: torch.device, *, deterministic: bool, sizes: Sequence[int]
     ) -> None:
-        self.config = share_config(tp, layers)
-        self.deterministic = deterministic
+        self.config, self.device, self.deterministic = share_config(tp, layers), device, deterministic
         self.model = build(self.config, device, expert_layers=1)
         self.fast = set_fast(self.model, deterministic=deterministic)
         if self.fast.experts:
@@ -60,12 +85,16 @@ class Share:
             self.config.text_config, max_seqs=8, max_seq_len=4096 + 64, dtype=torch.bfloat16, device=device
         )
         self.cache.layers[:, 1:].normal_()
+        if not deterministic:
+            steps = Steps(self.model, self.cache, GraphedDecoder(self.model, self.cache, GraphPlan(backend="eager")))
+            balance_routers(steps.run(steps.prefill(BALANCED), graphs=False))
 
     @contextmanager
     def captured(self, **plan: Any) -> Iterator[tuple[GraphedDecoder, Steps]]:
-        """Graphs of a GraphPlan with these fields; dropped at the end of the block."""
+        """Graphs of a GraphPlan with these fields, frozen as in use; dropped at the end of the block."""
         decoder = GraphedDecoder(self.model, self.cache, GraphPlan(backend="cuda", strict=True, **plan))
         decoder.runner.capture()
+        decoder.runner.freeze()
         print(decoder.runner.describe(), flush=True)
         yield decoder, Steps(self.model, self.cache, decoder)
         decoder.runner.close()
@@ -78,20 +107,21 @@ def bitwise_by_order(share: Share) -> tuple[dict[str, bool], dict[str, Any]]:
 
     The second result is what `peer` says on the same share.
     """
-    generator = torch.Generator("cuda").manual_seed(1)
+    generator = torch.Generator(share.device).manual_seed(1)
+    hidden_size = share.config.text_config.hidden_size
     result = {}
     with share.captured(prefill=BucketPolicy.of(ORDERED)) as (decoder, steps), torch.inference_mode():
         cases = {}
         for bucket in ORDERED:
             tokens = bucket - 3  # With padding rows.
-            embeds = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16, generator=generator)
+            embeds = torch.randn(tokens, hidden_size, device=share.device, dtype=torch.bfloat16, generator=generator)
             batch = steps.prefill(tokens)[1]
             cases[bucket] = (embeds, batch, decoder.run_eager(embeds, batch))
         for order in itertools.permutations(ORDERED):
             equal = True
             for bucket in (*order, *reversed(order)):
                 embeds, batch, expected = cases[bucket]
-                churn()
+                churn(share.device)
                 equal &= torch.equal(decoder(embeds, batch), expected)
             result[" ".join(map(str, order))] = equal
         library = peer(share, steps)
@@ -112,40 +142,95 @@ def ladder_figures(share: Share, bridges: str) -> dict[str, Any]:
     }
 
 
-def full_graph(share: Share, embeds: Tensor, batch: AttentionBatch) -> torch.cuda.CUDAGraph:
-    """One graph of a whole prefill step, attention included: its lengths are baked in, so it serves this step only.
+class PrefillStep:
+    """One prefill step by each way of running it: eagerly, in pieces, and in one graph.
 
-    The graph reads `embeds` and `batch`, which the caller keeps alive.
+    The one graph is of the same forward over the same static buffers, attention included: its lengths are baked in,
+    so it serves this step only.
     """
-    model = share.model.language_model.model
-    first = share.fast.attention[0]
-    model(embeds, batch)  # Plans the attention.
-    first.plans = False
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        model(embeds, batch)
-    first.plans = True
-    return graph
 
+    def __init__(self, share: Share, decoder: GraphedDecoder, steps: Steps, tokens: int, bucket: int) -> None:
+        ids, batch = steps.prefill(tokens)
+        embeds = share.model.language_model.model.embed_tokens(ids)
+        self._decoder, self._tokens, self._bucket = decoder, tokens, bucket
+        self._inputs = decoder.begin_step(embeds, batch)
+        self._graphs = decoder.runner.graphs
+        assert self._graphs is not None
+        self._ladder = self._graphs.ladders["prefill"]
+        self._full = self._capture(share)
 
-def host_us_per_layer(decoder: GraphedDecoder, steps: Steps, layers: int) -> float:
-    """CPU time from the call to its return, the GPU idle before: what a step costs the host."""
-    ids, batch = steps.prefill(64)
-    embeds = steps.model.language_model.model.embed_tokens(ids)
-    inputs = decoder._inputs(embeds, batch)
-    samples = []
-    for _ in range(30):
+    def _capture(self, share: Share) -> torch.cuda.CUDAGraph:
+        self.eager()  # Plans the attention.
+        first = share.fast.attention[0]
+        first.plans = False
+        graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        started = time.perf_counter()
-        decoder.runner.run(inputs, clone=False)
-        samples.append(time.perf_counter() - started)
-    torch.cuda.synchronize()
-    return statistics.median(samples) * 1e6 / layers
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+            out = self._ladder.run_padded(self._bucket)
+            self._ladder.captured[self._bucket].output.copy_(out)
+        first.plans = True
+        return graph
+
+    def eager(self) -> Tensor:
+        return self._decoder.runner.run_eager(self._inputs)
+
+    def pieces(self) -> Tensor:
+        return self._decoder.runner.run(self._inputs, clone=False)
+
+    def full(self) -> None:
+        self._ladder.load(self._inputs, self._tokens, self._bucket)
+        self._full.replay()
+
+    def close(self) -> None:
+        """Drops the one graph."""
+        self._full.reset()
+
+    def host_split(self, layers: int, rounds: int = 30) -> dict[str, float]:
+        """Microseconds of host time of one replay in pieces, the GPU idle before it.
+
+        In all; until the first launch of a graph; a layer; and a layer's launch of a graph and eager attention, by
+        clocks around each, which add a little. The first attention is apart: it plans for all.
+        """
+        captured = self._ladder.captured[self._bucket]
+        calls, stamps = captured.calls, []
+
+        def stamped(call: Callable[[], object]) -> Callable[[], None]:
+            def run() -> None:
+                started = time.perf_counter()
+                call()
+                stamps.append((started, time.perf_counter()))
+
+            return run
+
+        def host_us() -> float:
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            self.pieces()
+            return (time.perf_counter() - started) * 1e6
+
+        total = statistics.median(host_us() for _ in range(rounds))
+        captured.calls = [stamped(call) for call in calls]
+        parts: list[tuple[float, ...]] = []
+        for _ in range(rounds):
+            stamps.clear()
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            self.pieces()
+            spent = [1e6 * (end - start) for start, end in stamps]
+            launches, breaks = spent[::2], spent[1::2]
+            before = 1e6 * (stamps[0][0] - began)
+            parts.append((before, sum(launches) / layers, breaks[0], sum(breaks[1:]) / (layers - 1)))
+        captured.calls = calls
+        before, launch, planning, attention = (statistics.median(part) for part in zip(*parts, strict=True))
+        return {
+            "us": round(total, 1), "us_per_layer": round(total / layers, 1), "before_first_launch_us": round(before, 1),
+            "graph_launch_us_per_layer": round(launch, 1), "attention_us_per_layer": round(attention, 1),
+            "first_attention_us": round(planning, 1),
+        }  # fmt: skip
 
 
 def peer(share: Share, steps: Steps) -> dict[str, Any]:
-    """breakable-cuda-graphs on the same forward: seconds, GiB, replay time.
+    """breakable-cuda-graphs on the same forward: seconds, GiB, replay time in turns with ours of the same tokens.
 
     On a deterministic share also whether its answers survive the churn: elsewhere no two runs agree bit for bit.
     """
@@ -159,11 +244,11 @@ def peer(share: Share, steps: Steps) -> dict[str, Any]:
             with crossing_scope(None):
                 no_graph(fn)(*bound.args, **bound.kwargs)
 
-    model = share.model.language_model.model
+    model, graphed = share.model.language_model.model, steps.graphed
     stream = torch.cuda.Stream()
     graphs: dict[int, tuple[Any, Tensor, Tensor]] = {}
-    before, started, pool = torch.cuda.mem_get_info()[0], time.perf_counter(), None
-    batches = {}
+    ours: dict[int, Callable[[], object]] = {}
+    started, pool = time.perf_counter(), None
     for tokens in sorted(ORDERED, reverse=True):
         ids, batch = steps.prefill(tokens)
         embeds = model.embed_tokens(ids)
@@ -173,18 +258,22 @@ def peer(share: Share, steps: Steps) -> dict[str, Any]:
         torch.cuda.synchronize()
         with breakable_graph(graph, stream=stream), crossing_scope(Break()):
             out = model(embeds, batch)
-        graphs[tokens], batches[tokens] = (graph, out, expected), (embeds, batch)
+        graphs[tokens] = graph, out, expected
+        ours[tokens] = lambda step=(embeds, batch): graphed.runner.run(graphed.begin_step(*step), clone=False)
     torch.cuda.synchronize()
     seconds = time.perf_counter() - started
-    used = before - torch.cuda.mem_get_info()[0]
+    used = sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(pool))
     survives = True if share.deterministic else None
     for order in itertools.permutations(ORDERED) if share.deterministic else ():
         for tokens in order:
             graph, out, expected = graphs[tokens]
-            churn()
+            churn(share.device)
             graph.replay()
             survives = survives and torch.equal(out, expected)
-    replay_ms = {str(tokens): measure(graphs[tokens][0].replay).median_ms for tokens in ORDERED}
+    replay_ms = {}
+    for tokens in ORDERED:
+        theirs, own = in_turns(graphs[tokens][0].replay, ours[tokens], rounds=10)
+        replay_ms[str(tokens)] = {"theirs": theirs.median_ms, "ours": own.median_ms}
     for graph, *_ in graphs.values():
         graph.reset()
     return {
@@ -212,24 +301,26 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure.savefig(path)
 
 
-def pieces_over_full(
+def prefill_rows(
     share: Share, decoder: GraphedDecoder, steps: Steps, rounds: int
-) -> list[tuple[int, float, float]]:
-    """Tokens, milliseconds in pieces, milliseconds in one full graph."""
-    rows = []
+) -> tuple[dict[str, dict[str, float]], dict[str, Any]]:
+    """Milliseconds of each size, in pieces, in one graph, and eagerly; and where the smallest one's time goes."""
+    rows: dict[str, dict[str, float]] = {}
+    split: dict[str, Any] = {}
     for tokens in TOKENS:
-        ids, batch = steps.prefill(tokens)
-        embeds = share.model.language_model.model.embed_tokens(ids)
-        inputs = decoder._inputs(embeds, batch)
-
-        def pieces(inputs: dict[str, Tensor] = inputs) -> Tensor:
-            return decoder.runner.run(inputs, clone=False)
-
-        graph = full_graph(share, embeds, batch)
-        in_pieces, full = measure(pieces, rounds=rounds), measure(graph.replay, rounds=rounds)
-        graph.reset()
-        rows.append((tokens, in_pieces.median_ms, full.median_ms))
-    return rows
+        step = PrefillStep(share, decoder, steps, tokens, tokens)
+        pieces, full = in_turns(step.pieces, step.full, rounds=rounds)
+        [eager] = in_turns(step.eager, rounds=max(5, rounds // 3), warmup=1)
+        rows[str(tokens)] = {"pieces": pieces.median_ms, "full": full.median_ms, "eager": eager.median_ms}
+        if tokens == TOKENS[0]:
+            queued = in_turns(step.pieces, step.full, rounds=rounds, behind_spin=True)
+            split["queued_ms"] = {"pieces": queued[0].median_ms, "full": queued[1].median_ms}
+            split["whole_bucket"] = step.host_split(share.config.text_config.num_hidden_layers)
+        step.close()
+    step = PrefillStep(share, decoder, steps, TOKENS[0] - 3, TOKENS[0])
+    split["with_padding"] = step.host_split(share.config.text_config.num_hidden_layers)
+    step.close()
+    return rows, split
 
 
 def main() -> None:
@@ -244,6 +335,7 @@ def main() -> None:
     if args.layers < 2:
         refuse("--layers must be at least 2: one dense layer and one of experts")
     device = require_room(args.tp, args.layers, spare_gib=16)
+    started = time.perf_counter()
 
     small = Share(args.tp, min(args.layers, 4), device, deterministic=True, sizes=ORDERED)
     bitwise, library_small = bitwise_by_order(small)
@@ -255,16 +347,19 @@ def main() -> None:
     sizes = [*LADDER.sizes, *TOKENS, *DECODE.sizes]
     share = Share(args.tp, args.layers, device, deterministic=False, sizes=sizes)
     ladders = {"shared": ladder_figures(share, "shared"), "per layer": ladder_figures(share, "per_layer")}
-    with share.captured(prefill=None, decode=DECODE) as (_, steps):
-        alone = measure(steps.run(steps.decode(1, CONTEXT), graphs=True), rounds=args.rounds * 3)
-    with share.captured(prefill=BucketPolicy.of(TOKENS), decode=DECODE) as (decoder, steps):
-        beside = measure(steps.run(steps.decode(1, CONTEXT), graphs=True), rounds=args.rounds * 3)
-        eager = measure(steps.run(steps.decode(1, CONTEXT), graphs=False), rounds=5)
-        host = host_us_per_layer(decoder, steps, args.layers)
-        with torch.inference_mode():
-            rows = pieces_over_full(share, decoder, steps, args.rounds)
-            library = peer(share, steps)
-    ratios = {str(tokens): round(in_pieces / full, 4) for tokens, in_pieces, full in rows}
+    buckets = BucketPolicy.of({*TOKENS, *ORDERED})
+    with ExitStack() as stack:
+        _, lone_steps = stack.enter_context(share.captured(prefill=None, decode=DECODE))
+        decoder, steps = stack.enter_context(share.captured(prefill=buckets, decode=DECODE))
+        stack.enter_context(torch.inference_mode())
+        decode = steps.decode(1, CONTEXT)
+        alone, beside = in_turns(
+            lone_steps.run(decode, graphs=True), steps.run(decode, graphs=True), rounds=args.rounds * 5
+        )
+        eager = measure(steps.run(decode, graphs=False), rounds=5)
+        rows, split = prefill_rows(share, decoder, steps, args.rounds)
+        library = peer(share, steps)
+    ratios = {tokens: round(row["pieces"] / row["full"], 4) for tokens, row in rows.items()}
     result = {
         **provenance(),
         "tp": args.tp,
@@ -273,22 +368,30 @@ def main() -> None:
         "capture_gib": ladders["shared"]["capture_gib"],
         "ladders": ladders,
         "piecewise_over_full": ratios,
+        "prefill_ms": rows,
         "decode_alone_ms": alone.median_ms,
         "decode_beside_prefill_graphs_ms": beside.median_ms,
         "decode_delta": round(beside.median_ms / alone.median_ms - 1, 4),
         "decode_speedup": round(eager.median_ms / beside.median_ms, 2),
-        "host_us_per_layer": round(host, 1),
+        "host_us_per_layer": max(split[kind]["us_per_layer"] for kind in ("whole_bucket", "with_padding")),
+        f"host_at_{TOKENS[0]}": split,
         "bitwise": bitwise,
         "bitwise_layers": min(args.layers, 4),
         "breakable_cuda_graphs": library | {"survives_churn": library_small.get("survives_churn")},
+        "seconds": round(time.perf_counter() - started, 1),
     }
     if args.json:
         write_result(args.json, result)
     if args.plot:
         plot(result, args.plot)
-    print_table(["tokens", "pieces ms", "full ms", "ratio"], [[*row, ratios[str(row[0])]] for row in rows])
-    for name in ("ladders", "decode_delta", "decode_speedup", "host_us_per_layer", "breakable_cuda_graphs"):
-        print(f"{name}: {result[name]}")
+    print_table(
+        ["tokens", "eager ms", "full ms", "pieces ms", "pieces/full"],
+        [[tokens, row["eager"], row["full"], row["pieces"], f"{ratios[tokens]:.4f}"] for tokens, row in rows.items()],
+    )
+    printed = {"tp", "layers", "prefill_ms", "piecewise_over_full", *provenance()}
+    for name, value in result.items():
+        if name not in printed:
+            print(f"{name}: {value}")
 
 
 if __name__ == "__main__":

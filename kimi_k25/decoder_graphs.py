@@ -67,15 +67,22 @@ class GraphedDecoder:
             ValueError: the step is of another cache.
         """
         decode = batch.cache is not None and batch.cache.is_decode
-        return self.runner.run(self._inputs(inputs_embeds, batch), decode=decode)
+        return self.runner.run(self.begin_step(inputs_embeds, batch), decode=decode)
 
     def run_eager(self, inputs_embeds: Tensor, batch: AttentionBatch) -> Tensor:
         """The same eagerly, at the same padded size: what a replay must equal bitwise."""
         decode = batch.cache is not None and batch.cache.is_decode
-        return self.runner.run_eager(self._inputs(inputs_embeds, batch), decode=decode)
+        return self.runner.run_eager(self.begin_step(inputs_embeds, batch), decode=decode)
 
-    def _inputs(self, inputs_embeds: Tensor, batch: AttentionBatch) -> dict[str, Tensor]:
-        """The step's tensors for the graphs; what only the eager attention reads goes into the held step object."""
+    def begin_step(self, inputs_embeds: Tensor, batch: AttentionBatch) -> dict[str, Tensor]:
+        """Makes this the step that attention between graphs attends to.
+
+        Returns:
+            The inputs for `runner.run`.
+
+        Raises:
+            ValueError: the step is of another cache.
+        """
         if batch.cache is None or batch.cache.layers is not self.cache.layers:
             raise ValueError("the step is not one of this decoder's cache; make it with its cache.step(...)")
         held, step = self._batch, batch.cache
@@ -121,7 +128,7 @@ class GraphedDecoder:
         embeds = torch.randn(
             num_tokens, self._hidden_size, generator=generator, device=self.cache.layers.device, dtype=self._dtype
         )
-        return self._inputs(embeds, batch)
+        return self.begin_step(embeds, batch)
 
 
 def graphed_engine(
