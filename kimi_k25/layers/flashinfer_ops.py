@@ -110,6 +110,8 @@ class RaggedPrefill:
         self._wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa3")
         self._planned: torch.cuda.Event | None = None
         self._device = device
+        # Of one sequence. Pinned: from other memory the copy to the device may wait for all work before it.
+        self._bounds = torch.zeros(2, 2, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._num_queries, self._has_prefix = 0, False
         self._layer: tuple[Tensor, ...] | None = None
         self._again: Callable[[], object] | None = None
@@ -120,15 +122,17 @@ class RaggedPrefill:
         A sequence's new tokens are its last ones, so with a longer key side the mask is aligned to the end.
         """
         prefix = batch.cache if batch.cache is not None and batch.cache.has_prefix else None
+        if self._planned is not None:
+            self._planned.synchronize()  # The plan before may still be on its way out of pinned memory.
         if batch.cu_seqlens.shape[0] == 2:
-            queries = torch.tensor([0, batch.num_query_tokens], dtype=torch.int32)
-            keys = torch.tensor([0, prefix.max_kv_len], dtype=torch.int32) if prefix else queries
+            queries, keys = self._bounds[0], self._bounds[1 if prefix else 0]
+            queries[1] = batch.num_query_tokens
+            if prefix:
+                keys[1] = prefix.max_kv_len
         else:
             queries = keys = batch.cu_seqlens.cpu()
             if prefix:
                 keys = torch.cat((queries[:1], prefix.seq_lens.cpu().cumsum(0, dtype=torch.int32)))
-        if self._planned is not None:
-            self._planned.synchronize()  # The plan before may still be on its way out of pinned memory.
         self._wrapper.plan(queries, keys, **self._shape)
         if self._device.type == "cuda":
             self._planned = self._planned or torch.cuda.Event()
