@@ -6,6 +6,7 @@ from toy_decoder import Attention, Toy
 
 from kimi_k25.graphs import BreakPointError, break_point
 from kimi_k25.graphs.breaks import crossing_scope
+from kimi_k25.graphs.capture import Step
 
 
 class Recorder:
@@ -135,3 +136,16 @@ def test_shared_bridges_take_the_memory_of_one_layer(bridges):
     # q and out at the largest bucket, 12 rows of 16 floats, q with the gaps of qkv.
     expected = {"shared": 4 * ((11 * 48 + 16) + 12 * 16), "per_layer": 0}
     assert runner.memory_report().bridge_bytes == expected[bridges]
+
+
+def test_padding_is_zeroed_from_the_current_step_on_in_whichever_output():
+    shared, other = torch.ones(4, 2), torch.ones(4, 2)
+    step = Step(3)
+
+    step.zero_padding(shared)
+    shared.fill_(1)
+    step.num_tokens = 1
+    step.zero_padding(shared)
+    step.zero_padding(other)
+
+    assert shared[:, 0].tolist() == other[:, 0].tolist() == [1, 0, 0, 0]
