@@ -1,12 +1,19 @@
 """RaggedPrefill over the installed FlashInfer's own wrapper, its compiled module stood in for: what it launches."""
 
 import functools
+import os
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Read when a kernel is defined.
+pytest.importorskip("triton")
+
 from kimi_k25.layers.flashinfer_ops import RaggedPrefill
+from kimi_k25.layers.fused_mla import ragged_attention
 from kimi_k25.layers.kv_cache import AttentionBatch, CachedSequence, PagedKVCache
 
 HEADS, QK, V = 2, 24, 16
@@ -116,3 +123,20 @@ def test_the_library_checks_the_first_layer_of_a_step(module, prefill):
 
     prefill.run(q, k, v, out)
     assert len(module.launches) == 1
+
+
+def test_attention_of_a_later_layer_is_a_handful_of_calls(module, prefill):
+    q, k, v, out = rows(8)
+    batch = whole(5)
+    first, later = (SimpleNamespace(prefill=prefill, plans=plans) for plans in (True, False))
+    ragged_attention(first, q, k, v, batch, out)
+    called = []
+
+    sys.setprofile(lambda frame, event, arg: called.append(event) if event in ("call", "c_call") else None)
+    try:
+        ragged_attention(later, q, k, v, batch, out)
+    finally:
+        sys.setprofile(None)
+
+    assert len(module.launches) == 2
+    assert len(called) <= 8, called  # Through the library, its checks included, it is 35 and four slices.
