@@ -44,17 +44,23 @@ from .tensor_names import (
 
 MAX_SINGLE_BYTES = 4 * 2**30  # A new checkpoint is split into shards from this size on.
 _SOURCE = "checkpoint_folder"  # Attribute of a loaded model: whose side files save_checkpoint copies.
+_TOLD_APART_BY, _LAST_BYTES = (".safetensors", ".json", ".jinja", ".model"), 4096
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".tmp")
 
 
 def fingerprint(checkpoint: str | os.PathLike[str]) -> str:
-    """The same for folders of the same configuration and layout, told by a few small files and the sizes of all."""
-    folder, digest = Path(checkpoint), hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-    for name in ("config.json", INDEX_NAME):
-        if (folder / name).exists():
-            digest.update((folder / name).read_bytes())
+    """The same for copies of one checkpoint, told by its small files, and of large ones by sizes and last bytes:
+    training on moves all weights, so a few of them tell. "unreadable" is left for loading to explain."""
+    digest = hashlib.sha256()
+    try:
+        for path in sorted(p for p in Path(checkpoint).iterdir() if p.suffix in _TOLD_APART_BY):
+            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+            with open(path, "rb") as f:
+                if path.suffix == ".safetensors":
+                    f.seek(-min(_LAST_BYTES, path.stat().st_size), os.SEEK_END)
+                digest.update(f.read())
+    except OSError:
+        return "unreadable"
     return digest.hexdigest()[:12]
 
 

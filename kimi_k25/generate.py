@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import io
 import json
 import os
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from .engine import Engine, SamplingParams
+    from .graphs import GraphPlan
+    from .layers.parallel import ParallelPlan
     from .model import KimiK25ForConditionalGeneration
     from .processor import Processor
     from .ranks import Ranks
@@ -84,11 +87,14 @@ class _Terminal:
         if self.ranks is None or self.ranks.rank == 0:
             self._write(f"\x1b[2m{text}\x1b[0m" if self.is_tty and text else text)
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, error: BaseException) -> None:
         if self.ranks is None or self.ranks.size == 1:
-            self._write(f"{PROG}: error: {reason}\n")
-        elif self.ranks.is_first_to_fail():
-            self._write(f"{PROG}: error: rank {self.ranks.rank}: {reason}\n")
+            self.end(reason)
+        elif self.ranks.is_first_to_fail(error):
+            self.end(f"rank {self.ranks.rank}: {reason}")
+
+    def end(self, reason: str) -> None:
+        self._write(f"{PROG}: error: {reason}\n")
 
     def _write(self, text: str) -> None:
         if sys.stderr is not None:  # print() would take None for stdout
@@ -147,21 +153,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # an old terminal shows \u597d, and the answer goes on
     terminal = _Terminal()
     stage = [UNUSABLE_INPUT]  # What an error means now: until generation starts, it is the input's.
+    code = _ended(args, terminal, stage)
+    if terminal.ranks is not None and terminal.ranks.size > 1:
+        os._exit(code)  # The interpreter's own end would wait for collectives that never come.
+    return code
+
+
+def _ended(args: argparse.Namespace, terminal: _Terminal, stage: list[int]) -> int:
+    """Runs the command; says why it failed, if it did."""
     try:
         return _run(args, terminal, stage)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # The reader of stdout has gone, as `| head` does; no more can be said to it.
+    except BrokenPipeError as e:  # The reader of stdout has gone, as `| head` does; no more can be said to it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if terminal.ranks is not None:
+            terminal.ranks.is_first_to_fail(e)  # Nor need others say that this rank is gone.
         return RAN_AND_FAILED
     except Exception as e:
         if args.debug:
             traceback.print_exc()
         reason = " ".join(str(e).split())
         is_foreseen = reason and isinstance(e, ValueError | OSError | RuntimeError | ImportError)
-        terminal.fail(reason if is_foreseen else f"{type(e).__name__}: {reason}")
-        if terminal.ranks is not None and terminal.ranks.size > 1:
-            os._exit(stage[0])  # The interpreter's own end would wait for collectives that never come.
+        terminal.fail(reason if is_foreseen else f"{type(e).__name__}: {reason}", e)
         return stage[0]
 
 
@@ -184,16 +198,18 @@ def _run(args: argparse.Namespace, terminal: _Terminal, stage: list[int]) -> int
         from .image_processor import open_image
         from .video import open_video
 
-        ranks = _meet(args, terminal)
+        ranks, plan = _meet(args, terminal)
         prompt = args.prompt
         if prompt == "-":
-            prompt = ranks.share(_read_stdin(lambda size: sys.stdin.read(size)).strip() if ranks.rank == 0 else None)
+            prompt = ranks.share(lambda: _read_stdin(lambda size: sys.stdin.read(size)).strip())
         sampling = SamplingParams(
             max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed
         )
+        _agree_on_files(ranks, [*args.image, *args.video])
         images, videos = [open_image(path) for path in args.image], [open_video(path) for path in args.video]
-        model, processor = _load(args, ranks, terminal)
-        chat = _Chat(_engine(model, args, terminal), processor, sampling, args, terminal)
+        model, processor = _load(args, ranks, plan, terminal)
+        engine = _engine(model, args, ranks, terminal)
+        chat = _Chat(engine, processor, sampling, args, ranks, terminal)
         ranks.ready()
     if args.system:
         chat.messages.append({"role": "system", "content": args.system})
@@ -204,12 +220,14 @@ def _run(args: argparse.Namespace, terminal: _Terminal, stage: list[int]) -> int
         images, videos = [], []
     while args.chat and code == 0:
         stage[0] = UNUSABLE_INPUT
-        line = ranks.share(_read_line(terminal) if ranks.rank == 0 else None)
+        line = ranks.share(lambda: _read_line(terminal))
         if line is None or line.strip() == "/exit":
             break
         if line.startswith("/image "):
+            path = Path(line.removeprefix("/image ").strip())
+            _agree_on_files(ranks, [path])
             try:
-                images.append(open_image(Path(line.removeprefix("/image ").strip())))
+                images.append(open_image(path))
             except (ValueError, OSError) as e:
                 terminal.say(f"error: {e}")
         elif line.strip():
@@ -220,14 +238,14 @@ def _run(args: argparse.Namespace, terminal: _Terminal, stage: list[int]) -> int
     return code
 
 
-def _meet(args: argparse.Namespace, terminal: _Terminal) -> Ranks:
+def _meet(args: argparse.Namespace, terminal: _Terminal) -> tuple[Ranks, ParallelPlan]:
     """The ranks that torchrun started, agreed on all that a step depends on. Only the first one's stdout is heard."""
     import torch
 
     from .checkpoint import fingerprint
     from .ranks import Ranks
 
-    terminal.ranks = ranks = Ranks()
+    terminal.ranks = ranks = Ranks(terminal.end)
     if args.tp not in (None, ranks.size):
         raise ValueError(
             f"--tp is {args.tp} but there are {ranks.size} ranks; "
@@ -236,20 +254,40 @@ def _meet(args: argparse.Namespace, terminal: _Terminal) -> Ranks:
     if args.device is None:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if ranks.size == 1:
-        return ranks
+        return ranks, ranks.plan(args.device, ep=args.ep)
     if ranks.rank:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    per_rank = ("image", "video", "json", "debug")
+    per_rank = ("checkpoint", "image", "video", "json", "debug")  # Paths may differ from machine to machine.
     facts = {name: value for name, value in vars(args).items() if name not in per_rank}
-    ranks.agree({**facts, "checkpoint": fingerprint(args.checkpoint or EMBEDDED_DEFAULT)})
-    if args.device == "cuda":
+    facts["checkpoint"] = fingerprint(args.checkpoint or EMBEDDED_DEFAULT)
+    facts["the sizes of graphs"] = _graph_plan(args)
+    ranks.agree({**facts, "torch's version": torch.__version__})
+    if args.device.startswith("cuda"):
+        if args.device != "cuda":
+            raise ValueError(f"--device is {args.device}; of several ranks each takes its own: --device cuda")
+        if ranks.local_rank >= (count := torch.cuda.device_count()):
+            raise ValueError(f"no CUDA device is left for it, torch sees {count}; start at most as many ranks here")
         args.device = f"cuda:{ranks.local_rank}"
         torch.cuda.set_device(args.device)
-    return ranks
+    return ranks, ranks.plan(args.device, ep=args.ep)
+
+
+def _agree_on_files(ranks: Ranks, paths: Sequence[Path]) -> None:
+    """Each rank opens its own; one that alone cannot would leave the others waiting for its part."""
+    if ranks.size == 1:
+        return
+    digests = {}
+    for number, path in enumerate(paths, 1):
+        try:
+            with open(path, "rb") as f:
+                digests[f"the content of file {number}"] = hashlib.file_digest(f, "sha256").hexdigest()[:12]
+        except (ValueError, OSError):
+            digests[f"the content of file {number}"] = "unreadable"
+    ranks.agree(digests)
 
 
 def _load(
-    args: argparse.Namespace, ranks: Ranks, terminal: _Terminal
+    args: argparse.Namespace, ranks: Ranks, plan: ParallelPlan, terminal: _Terminal
 ) -> tuple[KimiK25ForConditionalGeneration, Processor]:
     import torch
 
@@ -257,40 +295,67 @@ def _load(
     from .checkpoint import load_model
     from .processor import load_processor
 
+    ranks.enter("loading")
     checkpoint = args.checkpoint
     if checkpoint is None:
         checkpoint = EMBEDDED_DEFAULT
         terminal.say("no checkpoint given; using the embedded default, a tiny model that knows little of the world")
     dtype = getattr(torch, args.dtype) if args.dtype else None
     processor = load_processor(checkpoint)
-    model = load_model(checkpoint, args.device, dtype, ranks.plan(args.device, ep=args.ep))
+    model = load_model(checkpoint, args.device, dtype, plan)
     line = use_backend(model, args.backend)
+    ranks.agree({"the backend": line.split(" (")[0]})
     if args.backend != "torch" and model.language_model.lm_head.weight.is_cuda:
         terminal.say(line)
     return model, processor
 
 
-def _engine(model: KimiK25ForConditionalGeneration, args: argparse.Namespace, terminal: _Terminal) -> Engine:
-    """An engine with graphs on a GPU; says what was captured, or why nothing was."""
-    from .decoder_graphs import graphed_engine
-    from .engine import Engine
+def _graph_plan(args: argparse.Namespace) -> GraphPlan:
+    """The sizes that --max-seq-len asks for."""
     from .graphs import BucketPolicy, GraphPlan
 
-    is_cuda = model.language_model.lm_head.weight.is_cuda
-    if args.graphs == "strict" and not is_cuda:
-        raise ValueError("--graphs strict needs a CUDA device; the model is on the CPU")
-    if args.graphs == "off" or not is_cuda:
-        terminal.say(f"graphs: eager ({'--graphs off' if args.graphs == 'off' else 'no CUDA graphs on cpu'})")
-        return Engine(model)
-    plan = GraphPlan(
+    return GraphPlan(
         prefill=BucketPolicy.prefill(min(2048, args.max_seq_len)),
         decode=BucketPolicy.decode(1),
         strict=args.graphs == "strict",
     )
-    max_seq_len = min(args.max_seq_len, model.config.text_config.max_position_embeddings)
-    engine, runner = graphed_engine(model, plan=plan, max_seq_len=max_seq_len)
-    terminal.say(runner.describe())
+
+
+def _engine(
+    model: KimiK25ForConditionalGeneration, args: argparse.Namespace, ranks: Ranks, terminal: _Terminal
+) -> Engine:
+    """An engine with graphs on a GPU; says what was captured, or why nothing was."""
+    from .decoder_graphs import graphed_engine
+    from .engine import Engine
+
+    is_cuda = model.language_model.lm_head.weight.is_cuda
+    if args.graphs == "strict" and not is_cuda:
+        raise ValueError("--graphs strict needs a CUDA device; the model is on the CPU")
+    engine = Engine(model)
+    if ranks.size > 1 and model.language_model.model.fast is not None:
+        ranks.enter("compiling kernels")
+        _compile_kernels(engine)
+    if args.graphs == "off" or not is_cuda:
+        terminal.say(f"graphs: eager ({'--graphs off' if args.graphs == 'off' else 'no CUDA graphs on cpu'})")
+    else:
+        ranks.enter("capturing graphs")
+        max_seq_len = min(args.max_seq_len, model.config.text_config.max_position_embeddings)
+        engine, runner = graphed_engine(model, plan=_graph_plan(args), max_seq_len=max_seq_len)
+        terminal.say(runner.describe())
+    engine.decoder = ranks.watched(engine.decoder)
     return engine
+
+
+def _compile_kernels(engine: Engine) -> None:
+    """Runs prompts of 1, 2, 4 tokens to a whole chunk: what is compiled at its first call must not be in a step."""
+    import torch
+
+    from .engine import Prompt, SamplingParams
+
+    sampling = SamplingParams(max_new_tokens=2, temperature=0)
+    for exponent in range(engine.prefill_chunk.bit_length()):
+        for _ in engine.generate([Prompt(input_ids=torch.zeros(2**exponent, dtype=torch.int64))], sampling):
+            pass
 
 
 def _read_line(terminal: _Terminal) -> str | None:
@@ -308,9 +373,10 @@ class _Chat:
         processor: Processor,
         sampling: SamplingParams,
         args: argparse.Namespace,
+        ranks: Ranks,
         terminal: _Terminal,
     ) -> None:
-        self.engine, self.processor, self.sampling = engine, processor, sampling
+        self.engine, self.processor, self.sampling, self.ranks = engine, processor, sampling, ranks
         self.as_json, self.thinking, self.terminal = args.json, args.thinking, terminal
         self.messages: list[dict[str, Any]] = []
         self.images: list[Image.Image] = []
@@ -320,6 +386,7 @@ class _Chat:
         """Streams one answer; its exit code."""
         from .streaming import stream_generate
 
+        self.ranks.enter("reading the prompt")
         media = [{"type": "image"} for _ in images] + [{"type": "video"} for _ in videos]
         self.messages.append({"role": "user", "content": [*media, {"type": "text", "text": text}]})
         self.images += images

@@ -12,7 +12,7 @@ LEVELS = """
     tiny
     streaming  decoder_graphs  backend
     engine  checkpoint  processor  fast_decoder  fast_vision  ranks
-    placement  checkpoint_files  file_reader  config_json  chat  image_processor  video
+    placement  checkpoint_files  file_reader  config_json  rank_watch  chat  image_processor  video
     tokenizer  sandbox  tool_declarations
     model
     language_model  vision_tower  projector
@@ -24,7 +24,9 @@ LEVELS = """
 ROW = {module: row for row, line in enumerate(LEVELS.strip().splitlines()) for module in line.split()}
 # What turns messages into ids knows no weights, though it stands above them; what runs weights knows no messages.
 TEXT = set("processor chat tokenizer sandbox tool_declarations image_processor video".split())
-WEIGHTS = set("model language_model vision_tower projector layers graphs engine decoder_graphs fast_decoder fast_vision".split())
+WEIGHTS = set(
+    "model language_model vision_tower projector layers graphs engine decoder_graphs fast_decoder fast_vision".split()
+)
 
 
 def imports(file: Path, root: Path) -> Iterator[str]:

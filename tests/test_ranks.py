@@ -18,43 +18,64 @@ import torch.distributed as dist
 from gloo_ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
+from kimi_k25 import generate
+from kimi_k25.checkpoint import fingerprint
 from kimi_k25.generate import main
+from kimi_k25.rank_watch import ANSWER_SECONDS, GRACE_SECONDS, POLL_SECONDS, TIMEOUTS
 from kimi_k25.ranks import Ranks
 
 REPOSITORY = Path(__file__).parent.parent
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 TEXT_PROMPT = "What is the answer? 你好世界"
 
 # What each rank runs: generate, after a line that may differ from rank to rank.
 SCRIPT = """
 import os, signal, sys, time
-from datetime import timedelta
-import torch
-from kimi_k25 import engine, generate, ranks
+import torch, torch.distributed as dist
+from kimi_k25 import checkpoint, engine, generate, rank_watch
+from kimi_k25.ranks import Ranks
 rank = int(os.environ["RANK"])
-open(f"{{os.environ['PIDS']}}/{{os.getpid()}}", "w").close()
+with open(f"{os.environ['PIDS']}/{os.getpid()}", "w") as f:
+    f.write(str(rank))
 args = sys.argv[1:]
-{setup}
-sys.exit(generate.main(args))
 """
+GENERATE = "sys.exit(generate.main(args))"
 
 
-def start(tmp_path, *args, setup="", size=2, **options):
-    """torchrun with `size` ranks that run SCRIPT."""
-    (tmp_path / "script.py").write_text(SCRIPT.format(setup=setup))
+def launch(tmp_path, command, *args, setup="", last=GENERATE, **environment):
+    """A process that runs SCRIPT."""
+    (tmp_path / "script.py").write_text(f"{SCRIPT}\n{setup}\n{last}\n")
     (tmp_path / "pids").mkdir(exist_ok=True)
-    env = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PIDS": str(tmp_path / "pids")}
-    command = [*TORCHRUN, "--nproc-per-node", str(size), str(tmp_path / "script.py"), *map(str, args)]
+    paths = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PIDS": str(tmp_path / "pids")}
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    return subprocess.Popen(command, env=env, cwd=tmp_path, text=True, **pipes, **options)
+    return subprocess.Popen(
+        [*command, str(tmp_path / "script.py"), *map(str, args)], env=os.environ | paths | environment, cwd=tmp_path,
+        text=True, **pipes,
+    )  # fmt: skip
 
 
-def run(tmp_path, *args, **options):
+def start(tmp_path, *args, options=("--standalone", "--nproc-per-node", "2"), **script):
+    """torchrun with its ranks."""
+    return launch(tmp_path, [sys.executable, "-m", "torch.distributed.run", *options], *args, **script)
+
+
+def run(tmp_path, *args, **script):
     """stdout, stderr and the exit code, once all ranks are gone."""
-    process = start(tmp_path, *args, **options)
+    process = start(tmp_path, *args, **script)
     out, err = process.communicate(TEXT_PROMPT, timeout=60)
     assert running(tmp_path) == []
     return out, err, process.returncode
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
+
+
+def start_by_hand(tmp_path, last):
+    """Two ranks without torchrun, which end no sooner than they do so themselves."""
+    address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    return [launch(tmp_path, [sys.executable], last=last, RANK=str(rank), **address) for rank in range(2)]
 
 
 def errors(err):
@@ -84,8 +105,10 @@ def sample(*args):
         {fault}
     return plain(*args)
 engine.Engine._sample = sample
-ranks.STEP_TIMEOUT = timedelta(seconds=2)
+rank_watch.TIMEOUTS["a step"] = 3
+dist.distributed_c10d._set_pg_timeout = lambda timeout: None
 """
+STUCK = r"rank 1: nothing moved for 3 s: a step, at engine.py:\d+ \(generate\); rank 0: a step, at parallel.py:\d+ \(al"
 
 
 @pytest.mark.parametrize(
@@ -93,7 +116,7 @@ ranks.STEP_TIMEOUT = timedelta(seconds=2)
     [
         ("raise torch.OutOfMemoryError('CUDA out of memory')", "kimi_k25.generate: error: rank 1: CUDA out of memory"),
         ("os.kill(os.getpid(), signal.SIGKILL)", r"rank +: 1 .*\n +exitcode +: -9"),  # torchrun says it.
-        ("time.sleep(1000)", "kimi_k25.generate: error: rank 0: .*Timed out"),
+        ("time.sleep(1000)", STUCK),  # The other rank is in gloo's C++, and would be for half an hour.
     ],
 )
 def test_a_fault_of_one_rank_in_a_step_ends_all(tmp_path, fault, message):
@@ -102,7 +125,29 @@ def test_a_fault_of_one_rank_in_a_step_ends_all(tmp_path, fault, message):
     _, err, code = run(tmp_path, *GREEDY_TEXT, setup=IN_STEP_3.format(fault=fault))
 
     assert code == 1 and time.monotonic() - started < 30
-    assert len(errors(err)) <= 1 and re.search(message, err)
+    assert len(errors(err)) <= 1 and re.search(message, err), err
+
+
+def test_a_rank_that_no_longer_runs_is_named_by_the_others_when_its_phase_is_over(tmp_path):
+    setup = "rank_watch.TIMEOUTS['loading'], rank_watch.ANSWER_SECONDS = 2, 1\nranks = Ranks()\nranks.plan('cpu')\n"
+    stop = "ranks.enter('loading')\nif rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\nranks.agree({})"
+    processes = start_by_hand(tmp_path, setup + stop)
+    try:
+        out, _ = processes[0].communicate(timeout=60)
+
+        assert processes[0].returncode == 1
+        place = r"its place is not known, it does not answer; rank 0: loading, at ranks.py:\d+ \(_say_and_wait\)"
+        assert re.fullmatch(f"rank 1: nothing moved for 2 s: {place}\n", out)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def test_every_phase_has_its_limit_and_a_step_the_shortest():
+    assert TIMEOUTS["a step"] + POLL_SECONDS + ANSWER_SECONDS + GRACE_SECONDS < 30
+    assert all(limit >= TIMEOUTS["a step"] for limit in TIMEOUTS.values())
+    assert TIMEOUTS["loading"] > TIMEOUTS["compiling kernels"] > TIMEOUTS["capturing graphs"] > 60
 
 
 def test_a_shard_that_one_rank_finds_corrupt_ends_all(tmp_path):
@@ -120,7 +165,7 @@ def test_a_shard_that_one_rank_finds_corrupt_ends_all(tmp_path):
     assert len(errors(err)) == 1 and errors(err)[0].startswith("rank 1: ") and f"{name} is [96, 65]" in err
 
 
-NO_COLLECTIVE = "torch.distributed.init_process_group = lambda *args, **kwargs: sys.exit('too late')\n"
+NO_COLLECTIVE = "dist.init_process_group = lambda *args, **kwargs: sys.exit('too late')\n"
 
 
 def test_ranks_of_two_checkpoints_say_so_before_any_collective(tmp_path):
@@ -132,11 +177,59 @@ def test_ranks_of_two_checkpoints_say_so_before_any_collective(tmp_path):
     assert re.match(r"rank [01]: ranks disagree on checkpoint: \w{12} on 0; \w{12} on 1. Start", errors(err)[0])
 
 
+class Recorder:
+    """Ranks as far as _meet calls them."""
+
+    rank, size, local_rank = 0, 2, 0
+
+    def __init__(self, say):
+        self.facts = {}
+
+    def agree(self, facts):
+        self.facts |= facts
+
+    def plan(self, device, *, ep):
+        return None
+
+
+def compared(monkeypatch, *argv):
+    monkeypatch.setattr("kimi_k25.ranks.Ranks", Recorder)
+    recorder, _ = generate._meet(generate.build_parser().parse_args([*argv, "-p", "x"]), generate._Terminal())
+    return {name: str(value) for name, value in recorder.facts.items()}
+
+
+@pytest.mark.parametrize(
+    ("argv", "differing"),
+    [
+        ((str(golden.FOLDERS["int4"]),), {"checkpoint"}),
+        (("--ep", "2"), {"ep", "checkpoint"}),
+        (("--max-seq-len", "1000"), {"max_seq_len", "the sizes of graphs", "checkpoint"}),
+        (("--device", "cpu", "--backend", "torch"), {"backend", "checkpoint"}),
+    ],
+)
+def test_ranks_compare_checkpoint_plan_and_sizes(argv, differing, monkeypatch):
+    one, other = compared(monkeypatch, str(golden.FOLDERS["base"])), compared(monkeypatch, *argv)
+
+    assert {name for name in one if one[name] != other[name]} == differing
+    assert "1984, 2048" not in one["the sizes of graphs"] and "2048)" in one["the sizes of graphs"]
+
+
+def test_a_checkpoint_trained_further_is_another_and_a_copy_is_not(tmp_path):
+    for name in ("copy", "trained"):
+        shutil.copytree(golden.FOLDERS["base"], tmp_path / name)
+    last = max((tmp_path / "trained").glob("*.safetensors"))
+    last.write_bytes(last.read_bytes()[:-2] + b"\0\1")
+
+    assert fingerprint(tmp_path / "copy") == fingerprint(golden.FOLDERS["base"]) != fingerprint(tmp_path / "trained")
+    assert fingerprint(tmp_path / "none") == "unreadable"
+
+
 def meet(rank, size, port, facts):
     environment = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in environment.items()}
     ranks = Ranks()
     try:
+        ranks.agree({})
         return ranks.agree(facts[rank])
     except ValueError as e:
         return [str(e)]
@@ -153,14 +246,22 @@ def meet(rank, size, port, facts):
     ],
 )
 def test_every_rank_learns_who_disagrees_on_what(field, values, message):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     facts = [{"seed": 0, field: value} for value in values]
 
-    answers = run_ranks(3, meet, 3, port, facts)
+    answers = run_ranks(3, meet, 3, free_port(), facts)
 
     assert answers == [message and [f"ranks disagree on {message}. Start all of them alike"]] * 3
+
+
+def test_ranks_compare_the_content_of_pictures(tmp_path):
+    picture = shutil.copy(REPOSITORY / "kimi_k25/tiny/demo.png", tmp_path / "copy.png")
+    ranks = [Recorder(print) for _ in range(3)]
+
+    generate._agree_on_files(ranks[0], [REPOSITORY / "kimi_k25/tiny/demo.png"])
+    generate._agree_on_files(ranks[1], [picture])
+    generate._agree_on_files(ranks[2], [tmp_path / "none.png"])
+
+    assert ranks[0].facts == ranks[1].facts != ranks[2].facts == {"the content of file 1": "unreadable"}
 
 
 def test_ctrl_c_leaves_no_process_behind(tmp_path):
@@ -168,14 +269,63 @@ def test_ctrl_c_leaves_no_process_behind(tmp_path):
     try:
         while not re.search("graphs: eager", process.stderr.readline()):
             assert process.poll() is None
+        started = time.monotonic()
 
         process.send_signal(signal.SIGINT)
 
-        process.communicate(timeout=60)  # torchrun itself gives its ranks 30 s before it kills them.
-        assert process.returncode != 0 and running(tmp_path) == []
+        process.communicate(timeout=60)
+        assert process.returncode == 1 and running(tmp_path) == []  # torchrun's own code.
+        assert time.monotonic() - started < 30
     finally:
         process.kill()
         process.communicate()
+
+
+def test_ctrl_c_ends_ranks_that_wait_in_a_collective(tmp_path):
+    wait = "ranks = Ranks()\nranks.plan('cpu')\nprint('waits', flush=True)\ndist.recv(torch.empty(1), 1 - rank)"
+    processes = start_by_hand(tmp_path, wait)
+    try:
+        assert [process.stdout.readline() for process in processes] == ["waits\n"] * 2
+        for process in processes:
+            process.send_signal(signal.SIGINT)
+
+        assert [process.wait(30) for process in processes] == [130, 130]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def start_machines(tmp_path, *args, setup=""):
+    """Two machines of one rank each, as torchrun sees it."""
+    port, processes = free_port(), []
+    for node in range(2):
+        options = ("--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1", "--master-port", port)
+        processes.append(start(tmp_path, *args, setup=setup, options=("--master-addr", "127.0.0.1", *options)))
+    return processes
+
+
+def test_two_machines_answer_as_one_rank_and_one_ends_when_the_others_rank_dies(tmp_path, capsys):
+    asked = [golden.FOLDERS["base"], "-p", "Hello", "-n", "8", "--temperature", "0", "--no-thinking"]
+    main([str(arg) for arg in asked])
+    answer = capsys.readouterr().out
+    first, second = processes = start_machines(tmp_path, *asked, "--chat")
+    try:
+        assert answer and first.stdout.read(len(answer)) == answer
+        (victim,) = (int(path.name) for path in (tmp_path / "pids").iterdir() if path.read_text() == "1")
+        started = time.monotonic()
+
+        os.kill(victim, signal.SIGKILL)  # The first rank waits for what is typed, its standard input is open.
+
+        out, _ = second.communicate(timeout=60)
+        first.wait(60)
+        assert time.monotonic() - started < 30 and running(tmp_path) == []
+        assert (first.returncode, second.returncode, out) == (1, 1, "")
+        assert errors(first.stderr.read()) == ["rank 1: is gone; its process ended without a word"]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 def test_one_rank_needs_no_torchrun_and_refuses_more(capsys):
