@@ -10,6 +10,7 @@ from oracle_media import make_image
 
 from kimi_k25 import Prompt, SamplingParams, load_model, load_processor
 from kimi_k25.decoder_graphs import graphed_engine
+from kimi_k25.generate import main
 from kimi_k25.graphs import BucketPolicy, GraphPlan
 
 ORACLE = Path(__file__).parent / "data/oracle"
@@ -74,3 +75,17 @@ def test_decode_graphs_beyond_the_cache_are_refused():
 
     with pytest.raises(ValueError, match="decode graphs for 4 sequences, but max_seqs is 2"):
         graphed_engine(model, plan=plan(4), max_seq_len=64, max_seqs=2)
+
+
+@pytest.mark.parametrize(("mode", "why"), [("auto", "no CUDA graphs on cpu"), ("off", "--graphs off")])
+def test_generate_says_why_there_are_no_graphs(capsys, mode, why):
+    assert main([str(ORACLE / "tiny_bf16"), "-p", "hi", "-n", "1", "--device", "cpu", "--graphs", mode]) == 0
+
+    assert f"graphs: eager ({why})" in capsys.readouterr().err
+
+
+def test_generate_refuses_strict_graphs_on_a_cpu(capsys):
+    code = main([str(ORACLE / "tiny_bf16"), "-p", "hi", "-n", "1", "--device", "cpu", "--graphs", "strict"])
+
+    assert code != 0
+    assert "--graphs strict needs a CUDA device" in capsys.readouterr().err
