@@ -85,14 +85,11 @@ class GraphedDecoder:
         """
         if batch.cache is None or batch.cache.layers is not self.cache.layers:
             raise ValueError("the step is not one of this decoder's cache; make it with its cache.step(...)")
-        held, step = self._batch, batch.cache
-        held.cu_seqlens, held.max_seqlen, held.num_query_tokens = (
-            batch.cu_seqlens,
-            batch.max_seqlen,
-            batch.num_query_tokens,
-        )
-        self._cache_step.block_table, self._cache_step.seq_lens = step.block_table, step.seq_lens
-        self._cache_step.max_kv_len, self._cache_step.has_prefix = step.max_kv_len, step.has_prefix
+        held, cache, step = self._batch, self._cache_step, batch.cache
+        held.cu_seqlens, held.max_seqlen, held.lengths = batch.cu_seqlens, batch.max_seqlen, batch.lengths
+        held.num_query_tokens = batch.num_query_tokens
+        cache.block_table, cache.seq_lens, cache.kv_lens = step.block_table, step.seq_lens, step.kv_lens
+        cache.max_kv_len, cache.has_prefix = step.max_kv_len, step.has_prefix
         inputs = {
             "inputs_embeds": inputs_embeds,
             "positions": batch.positions,

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,35 +111,32 @@ class RaggedPrefill:
         self._wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa3")
         self._planned: torch.cuda.Event | None = None
         self._device = device
-        # Of one sequence. Pinned: from other memory the copy to the device may wait for all work before it.
-        self._bounds = torch.zeros(2, 2, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._num_queries, self._has_prefix = 0, False
         self._layer: tuple[Tensor, ...] | None = None
         self._again: Callable[[], object] | None = None
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Reads a step's lengths. Several sequences cost a sync with the host, one costs none.
+        """Reads a step's lengths, without waiting for the device.
 
         A sequence's new tokens are its last ones, so with a longer key side the mask is aligned to the end.
         """
         prefix = batch.cache if batch.cache is not None and batch.cache.has_prefix else None
+        queries = keys = self._bounds(batch.lengths)
+        if prefix:
+            keys = self._bounds(prefix.kv_lens)
         if self._planned is not None:
             self._planned.synchronize()  # The plan before may still be on its way out of pinned memory.
-        if batch.cu_seqlens.shape[0] == 2:
-            queries, keys = self._bounds[0], self._bounds[1 if prefix else 0]
-            queries[1] = batch.num_query_tokens
-            if prefix:
-                keys[1] = prefix.max_kv_len
-        else:
-            queries = keys = batch.cu_seqlens.cpu()
-            if prefix:
-                keys = torch.cat((queries[:1], prefix.seq_lens.cpu().cumsum(0, dtype=torch.int32)))
         self._wrapper.plan(queries, keys, **self._shape)
         if self._device.type == "cuda":
             self._planned = self._planned or torch.cuda.Event()
             self._planned.record()
         self._layer = self._again = None
         self._num_queries, self._has_prefix = batch.num_query_tokens, prefix is not None
+
+    def _bounds(self, lengths: Sequence[int]) -> Tensor:
+        # Pinned: from other memory the copy to the device may wait for all work before it.
+        bounds = [0, *itertools.accumulate(lengths)]
+        return torch.tensor(bounds, dtype=torch.int32, pin_memory=self._device.type == "cuda")
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """One layer's attention of the planned step.

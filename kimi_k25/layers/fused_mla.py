@@ -28,7 +28,7 @@ class PrefillAttention(Protocol):
     """Attention of packed sequences: see flashinfer_ops.RaggedPrefill."""
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Reads a step's lengths, once for all layers; may sync with the host."""
+        """Reads a step's lengths, once for all layers."""
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """One layer's attention of the planned step, into `out`; rows behind the step's tokens are padding."""
@@ -171,6 +171,6 @@ def ragged_attention(
         kv = read_cache(cache.layers[attention.plain.layer], cache.block_table)[:, : cache.max_kv_len].flatten(0, 1)
         if cache.seq_lens.shape[0] > 1:
             ends = torch.cat((cache.seq_lens.new_zeros(1), cache.seq_lens.cumsum(0, dtype=torch.int32)))
-            kv = kv.index_select(0, packed_index(ends, cache.max_kv_len, int(ends[-1])))
+            kv = kv.index_select(0, packed_index(ends, cache.max_kv_len, sum(cache.kv_lens)))
         k, v = attention.plain.decompress(kv)
     attention.prefill.run(q, k, v, out)

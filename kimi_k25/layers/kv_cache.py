@@ -29,6 +29,7 @@ class CacheStep:
         max_kv_len: The largest of them.
         has_prefix: Some sequence attends to tokens of an earlier step.
         is_decode: Every sequence has exactly one new token.
+        kv_lens: seq_lens as the host knows them.
     """
 
     layers: Tensor
@@ -38,6 +39,7 @@ class CacheStep:
     max_kv_len: int
     has_prefix: bool
     is_decode: bool
+    kv_lens: Sequence[int] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,6 +56,7 @@ class AttentionBatch:
         num_query_tokens: New tokens in all.
         num_tokens: The same on the device, 0-d; None if no row is padding.
         cache: None for whole sequences of which nothing is kept.
+        lengths: New tokens of each sequence as the host knows them, so that a plan need not wait for the device.
     """
 
     positions: Tensor
@@ -62,6 +65,7 @@ class AttentionBatch:
     num_query_tokens: int
     num_tokens: Tensor | None = None
     cache: CacheStep | None = None
+    lengths: Sequence[int] = ()
 
     @classmethod
     def without_cache(
@@ -77,6 +81,7 @@ class AttentionBatch:
             cu_seqlens=cu_seqlens.to(device, non_blocking=True),
             max_seqlen=max(lengths),
             num_query_tokens=sum(lengths),
+            lengths=lengths,
         )
 
 
@@ -160,6 +165,7 @@ class PagedKVCache:
             cu_seqlens=on_device([0, *itertools.accumulate(lengths)], torch.int32),
             max_seqlen=max(lengths),
             num_query_tokens=sum(lengths),
+            lengths=lengths,
             cache=CacheStep(
                 layers=self.layers,
                 slot_mapping=on_device(slots, torch.int64),
@@ -168,6 +174,7 @@ class PagedKVCache:
                 max_kv_len=max(ends),
                 has_prefix=has_prefix,
                 is_decode=max(lengths) == 1,
+                kv_lens=ends,
             ),
         )
 
