@@ -23,9 +23,10 @@ class Module:
     """Compiled kernels: notes what it is launched with."""
 
     def __init__(self):
-        self.launches = []
+        self.launches, self.planned = [], ()
 
     def plan(self, *args):
+        self.planned = [x.tolist() for x in args[3:6]]  # Queries and keys from 0 up, and keys of each sequence.
         return [len(self.launches)]
 
     def ragged_run(self, *args):
@@ -112,6 +113,18 @@ def test_keys_of_a_prefix_belong_to_each_layer(module, prefill):
 
     assert [launch[4].data_ptr() for launch in module.launches] == [k.data_ptr() for k, _ in keys]
     assert [(launch[3].shape[0], launch[4].shape[0]) for launch in module.launches] == [(3, 9), (3, 9)]
+
+
+def test_a_plan_reads_no_tensor_of_the_step(module, prefill):
+    config = SimpleNamespace(num_hidden_layers=1, kv_cache_dim=4)
+    cache = PagedKVCache(config, max_seqs=2, max_seq_len=16, page_size=4, dtype=torch.float32, device="cpu")
+    sequences = [CachedSequence(), CachedSequence()]
+
+    for lengths, planned in (([6, 2], [[0, 6, 8]] * 2 + [[6, 2]]), ([3, 1], [[0, 3, 4], [0, 9, 12], [9, 3]])):
+        batch = cache.step(sequences, lengths)
+        batch.cu_seqlens = batch.cache.seq_lens = None
+        prefill.plan(batch)
+        assert module.planned == planned
 
 
 def test_the_library_checks_the_first_layer_of_a_step(module, prefill):
