@@ -1,12 +1,16 @@
 """One tensor-parallel rank's share of Kimi-K2.5 on one GPU: prefill and decode, eagerly and in graphs, and the floor.
 
-    python bench/rank_share.py [--tp 8] [--layers 61] [--tokens 64,256] [--profile] [--json bench/results/NAME.json]
+    python bench/rank_share.py [--tp 8] [--layers 61] [--tokens 64,256] [--profile]
+                               [--json bench/results/NAME.json] [--plot bench/results/NAME.png]
 
 The share is built from the package's own classes with heads, expert width and vocabulary divided by --tp. Real shapes,
 random weights of real scale, a router that spreads the tokens; no collectives, so this is a rank's own work only. One
 layer's rearranged experts are copied to all the others. A step is timed from token ids to the last tokens' logits, on
 an idle GPU, without the engine's bookkeeping and without sampling. Before anything is timed a model of two layers is
-compared with plain PyTorch. Needs the `gpu` extra; exit 2 says what is missing.
+compared with plain PyTorch. Afterwards decode is timed beside prefill graphs and without them, in turns, and a few
+layers of transformers' model of the same sizes, experts in bfloat16, their times scaled to all layers. --plot draws
+the times; with --profile also where they go, to a second file, NAME_layer.png. Needs the `gpu` extra; exit 2 says what
+is missing.
 """
 
 from __future__ import annotations
@@ -21,17 +25,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import peers
+import published
 import torch
 from harness import (
     Ceilings,
+    apart,
     measure,
-    print_table,
+    measure_in_turns,
     profile_kernels,
     provenance,
     refuse,
+    require_extras,
     require_hopper,
     write_result,
 )
+from published import TEXT
+from rank_share_report import plot_layer, plot_times, print_report, ttft_savings
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -47,40 +57,21 @@ HIDDEN, EXPERTS, TOPK, CONTEXT = 7168, 384, 8, 2048
 INT4_STD = 4.61  # Of uniform values from -8 to 7.
 
 
+def share_sizes(tp: int) -> dict[str, int]:
+    """What of text_config is divided over ranks."""
+    if tp < 1 or 64 % tp:
+        refuse(f"--tp {tp} does not divide 64 heads; choose 1, 2, 4, 8, 16, 32 or 64")
+    divided = ("vocab_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads")
+    return {key: TEXT[key] // tp for key in divided}
+
+
 def share_config(tp: int, layers: int) -> KimiK25Config:
     """config.json of one rank's share; the vision tower is not measured here and as small as it can be."""
-    if 64 % tp or tp < 1:
-        refuse(f"--tp {tp} does not divide 64 heads; choose 1, 2, 4, 8, 16, 32 or 64")
-    text = {
-        "vocab_size": 163840 // tp, "hidden_size": HIDDEN, "intermediate_size": 18432 // tp,
-        "moe_intermediate_size": 2048 // tp, "num_hidden_layers": layers, "num_attention_heads": 64 // tp,
-        "n_routed_experts": EXPERTS, "n_shared_experts": 1, "num_experts_per_tok": TOPK, "first_k_dense_replace": 1,
-        "routed_scaling_factor": 2.827, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64, "v_head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144,
-        "rope_theta": 50000.0, "eos_token_id": 0,
-        "rope_scaling": {
-            "type": "yarn", "factor": 64.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
-        },
-        "quantization_config": {
-            "quant_method": "compressed-tensors", "format": "pack-quantized",
-            "config_groups": {"group_0": {"weights": {
-                "num_bits": 4, "group_size": 32, "type": "int", "symmetric": True, "strategy": "group",
-            }}},
-        },
-    }  # fmt: skip
     vision = {
-        "patch_size": 14, "init_pos_emb_height": 1, "init_pos_emb_width": 1, "init_pos_emb_time": 1,
-        "vt_hidden_size": 16, "vt_num_hidden_layers": 1, "vt_num_attention_heads": 1, "vt_intermediate_size": 16,
-        "merge_kernel_size": [2, 2], "projector_ln_eps": 1e-5,
+        "init_pos_emb_height": 1, "init_pos_emb_width": 1, "init_pos_emb_time": 1, "vt_hidden_size": 16,
+        "vt_num_hidden_layers": 1, "vt_num_attention_heads": 1, "vt_intermediate_size": 16, "mm_hidden_size": 16,
     }  # fmt: skip
-    return KimiK25Config.from_dict(
-        {
-            "model_type": "kimi_k25", "text_config": text, "vision_config": vision, "dtype": "bfloat16",
-            "media_placeholder_token_id": 1, "pad_token_id": 0, "eos_token_id": 0,
-            "video_placeholder": "<video>",
-        }
-    )
+    return KimiK25Config.from_dict(published.config(share_sizes(tp) | {"num_hidden_layers": layers}, vision))
 
 
 @torch.no_grad()
@@ -325,7 +316,7 @@ class Steps:
         return call
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tp", type=int, default=8, help="ranks that the model is divided by")
     parser.add_argument("--layers", type=int, default=61)
@@ -335,14 +326,42 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--deterministic", action="store_true", help="kernels that give the same bits every run")
     parser.add_argument("--profile", action="store_true", help="where the time of each size goes, kernel by kernel")
     parser.add_argument("--skip-check", action="store_true", help="do not compare with plain PyTorch first")
+    parser.add_argument("--peer-layers", type=int, default=4, help="of transformers' model; 0 leaves it out")
     parser.add_argument("--json", type=Path, help="where the result goes")
-    return parser.parse_args()
+    parser.add_argument("--plot", type=Path, help="where the plot of times goes, a PNG")
+    args = parser.parse_args(argv)
+    for name in ("tokens", "batch"):
+        try:
+            sizes = [int(n) for n in getattr(args, name).split(",") if n]
+        except ValueError:
+            refuse(f"--{name} is {getattr(args, name)!r}; expected sizes, as 64,256")
+        setattr(args, name, sizes)
+    share_sizes(args.tp)
+    if args.layers < 2:
+        refuse(f"--layers {args.layers} is too few; one dense layer and one of experts are needed")
+    return args
+
+
+def share_gib(tp: int, layers: int) -> float:
+    """GPU memory of a share: int4 experts, and a third of a GiB a layer for the rest."""
+    experts = (layers - 1) * EXPERTS * 3 * HIDDEN * (TEXT["moe_intermediate_size"] / tp) * 0.5625 / 2**30
+    return experts * 1.05 + 0.33 * layers
+
+
+def what_fits(tp: int, layers: int, free_gib: float) -> str:
+    """Which options make the share fit in so much."""
+    fewer = max((n for n in range(2, layers) if share_gib(tp, n) <= free_gib), default=0)
+    larger = next((n for n in (2, 4, 8, 16, 32) if n > tp and share_gib(n, layers) <= free_gib), 0)
+    ways = [f"--layers {fewer}"] * bool(fewer) + [f"--tp {larger}"] * bool(larger)
+    return f"{' or '.join(ways)} fits" if ways else "no --layers fits at any --tp"
 
 
 def require_room(tp: int, layers: int, *, spare_gib: float) -> torch.device:
     """The GPU, if the share fits on it beside `spare_gib` of caches, graphs and ceilings; else exit 2."""
-    expert_gib = (layers - 1) * EXPERTS * 3 * HIDDEN * (2048 / tp) * 0.5625 / 2**30
-    return require_hopper(expert_gib * 1.05 + spare_gib + 0.33 * layers, "use fewer --layers or a larger --tp")
+    needed_gib = share_gib(tp, layers) + spare_gib
+    device = require_hopper(needed_gib, lambda free: what_fits(tp, layers, free - spare_gib))
+    require_extras(("flashinfer-python", "flashinfer"), ("triton", "triton"), ("humming-kernels", "humming.layer"))
+    return device
 
 
 def measure_sizes(
@@ -372,31 +391,59 @@ def measure_sizes(
     return rows, profiles
 
 
-def print_report(rows: list[dict[str, Any]], profiles: dict[str, list[dict[str, Any]]], layers: int) -> None:
-    """Every size's kernels, then the table of times."""
-    for name, kernels in profiles.items():
-        total, launches = sum(k["us"] for k in kernels), sum(k["launches"] for k in kernels)
-        print(f"\n{name}: {total / 1000:.2f} ms in {launches:.0f} kernels, {launches / layers:.1f} a layer")
-        print_table(
-            ["us/layer", "calls/layer", "kernel"],
-            [[k["us"] / layers, k["launches"] / layers, k["kernel"][:70]] for k in kernels[:24]],
-        )
-    print()
-    print_table(
-        ["phase", "tokens", "mode", "median ms", "p10", "p90", "floor ms", "x floor", "experts", "same bits"],
-        [
-            [r["phase"], r["tokens"], r["mode"], r["median_ms"], r["p10_ms"], r["p90_ms"], r["floor_ms"],
-             r["median_ms"] / r["floor_ms"], r["experts_hit"], r["repeats_bitwise"]]
-            for r in rows
-        ],
-    )  # fmt: skip
+def decode_beside_prefill(
+    steps: Steps, batches: Sequence[int], *, rounds: int
+) -> list[dict[str, Any]]:
+    """Decode with prefill graphs captured beside its own, as `steps` has them, and with decode graphs alone."""
+    plan = GraphPlan(backend="cuda", strict=True, prefill=None, decode=BucketPolicy.of(batches))
+    alone = GraphedDecoder(steps.model, steps.cache, plan)
+    alone.runner.capture()
+    without, rows = Steps(steps.model, steps.cache, alone), []
+    for batch in batches:
+        step = steps.decode(batch, CONTEXT)
+        calls = {"off": without.run(step, graphs=True), "on": steps.run(step, graphs=True)}
+        timings = measure_in_turns(calls, rounds=rounds)
+        for prefill_graphs, timing in timings.items():
+            delta = timing.median_ms / timings["off"].median_ms - 1
+            row = {"phase": "decode", "tokens": batch, "batch": batch, "mode": "full", "prefill_graphs": prefill_graphs}
+            rows.append(row | asdict(timing) | {"delta": round(delta, 4)})
+    alone.runner.close()
+    return rows
 
 
-def main() -> None:
-    """Checks, builds, captures, measures; writes the JSON where one is asked for, prints the tables."""
-    args = parse_args()
-    tokens, batches = ([int(n) for n in text.split(",") if n] for text in (args.tokens, args.batch))
+def captured_share(args: argparse.Namespace, device: torch.device) -> tuple[Steps, Any, dict[str, Any]]:
+    """The share with its graphs and even routers, its fast decoder, and what building it took."""
+    began = time.perf_counter()
     config = share_config(args.tp, args.layers)
+    model = build(config, device, expert_layers=1)
+    fast = set_fast(model, deterministic=args.deterministic)
+    longest = max([*args.tokens, CONTEXT]) + 64
+    cache = PagedKVCache(
+        config.text_config, max_seqs=max([*args.batch, 1]), max_seq_len=longest, dtype=torch.bfloat16, device=device
+    )
+    cache.layers[:, 1:].normal_()
+    plan = GraphPlan(
+        backend="cuda", strict=True, prefill=BucketPolicy.of(args.tokens) if args.tokens else None,
+        decode=BucketPolicy.of(args.batch) if args.batch else None,
+    )  # fmt: skip
+    graphed = GraphedDecoder(model, cache, plan)
+    torch.cuda.synchronize()
+    took = {"build_seconds": round(time.perf_counter() - began, 2)}
+    began = time.perf_counter()
+    if fast.experts:
+        fast.experts[0].products.prepare([n * TOPK for n in (*args.tokens, *args.batch)])
+    took["compile_seconds"] = round(time.perf_counter() - began, 2)
+    print(f"built in {took['build_seconds']} s, expert kernels ready in {took['compile_seconds']} s more", flush=True)
+    graphed.runner.capture()
+    print(graphed.runner.describe(), flush=True)
+    steps = Steps(model, cache, graphed)
+    balance_routers(steps.run(steps.prefill(max([*args.tokens, CONTEXT])), graphs=False))
+    return steps, fast, took | {"graphs": graphed.runner.describe()}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Checks, builds, captures, measures; writes JSON and plots where they are asked for, prints the tables."""
+    args = parse_args(argv)
     device = require_room(args.tp, args.layers, spare_gib=12)
     warnings.filterwarnings("ignore", message=".*cuda capability.*")
     started = time.perf_counter()
@@ -409,61 +456,59 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
 
-    began = time.perf_counter()
-    model = build(config, device, expert_layers=1)
-    fast = set_fast(model, deterministic=args.deterministic)
-    longest = max([*tokens, CONTEXT]) + 64
-    cache = PagedKVCache(
-        config.text_config, max_seqs=max([*batches, 1]), max_seq_len=longest, dtype=torch.bfloat16, device=device
-    )
-    cache.layers[:, 1:].normal_()
-    plan = GraphPlan(
-        backend="cuda", strict=True, prefill=BucketPolicy.of(tokens) if tokens else None,
-        decode=BucketPolicy.of(batches) if batches else None,
-    )  # fmt: skip
-    graphed = GraphedDecoder(model, cache, plan)
-    torch.cuda.synchronize()
-    build_seconds = time.perf_counter() - began
-    began = time.perf_counter()
-    if fast.experts:
-        fast.experts[0].products.prepare([n * TOPK for n in (*tokens, *batches)])
-    compile_seconds = time.perf_counter() - began
-    print(f"built in {build_seconds:.1f} s, expert kernels ready in {compile_seconds:.1f} s more", flush=True)
-    graphed.runner.capture()
-    print(graphed.runner.describe(), flush=True)
-
-    steps = Steps(model, cache, graphed)
-    balance_routers(steps.run(steps.prefill(max([*tokens, CONTEXT])), graphs=False))
+    steps, fast, took = captured_share(args, device)
     rows, profiles = measure_sizes(
-        steps, fast, ceilings, tokens, batches, rounds=args.rounds, profile=args.profile
+        steps, fast, ceilings, args.tokens, args.batch, rounds=args.rounds, profile=args.profile
     )
-    if args.json:
-        result = {
-            **provenance(),
-            "ceilings": asdict(ceilings),
-            "tp": args.tp,
-            "layers": args.layers,
-            "context": CONTEXT,
-            "deterministic": args.deterministic,
-            "collectives": "none: one rank's own work",
-            "experts": "one layer's rearranged experts, copied to the others",
-            "build_seconds": round(build_seconds, 2),
-            "compile_seconds": round(compile_seconds, 2),
-            "graphs": graphed.runner.describe(),
-            "distance_to_plain": distances,
-            "rows": rows,
+    failures: dict[str, str] = {}
+    result = {
+        **provenance(),
+        "ceilings": asdict(ceilings),
+        "tp": args.tp,
+        "layers": args.layers,
+        "context": CONTEXT,
+        "deterministic": args.deterministic,
+        "collectives": "none: one rank's own work",
+        "experts": "one layer's rearranged experts, copied to the others",
+        **took,
+        "distance_to_plain": distances,
+        "rows": rows,
+        "ttft": ttft_savings(rows),
+        "failures": failures,
+    }
+    if profiles:
+        result["profiles"] = {
+            name: [
+                {"kernel": k["kernel"][:90], "launches": round(k["launches"], 2), "us": round(k["us"], 1)}
+                for k in kernels[:40]
+            ]
+            for name, kernels in profiles.items()
         }
-        if profiles:
-            result["profiles"] = {
-                name: [
-                    {"kernel": k["kernel"][:90], "launches": round(k["launches"], 2), "us": round(k["us"], 1)}
-                    for k in kernels[:40]
-                ]
-                for name, kernels in profiles.items()
-            }
+    with apart("decode beside prefill graphs", failures):
+        if args.tokens and args.batch:
+            result["decode_with_prefill_graphs"] = decode_beside_prefill(
+                steps, [n for n in args.batch if n <= 8] or args.batch, rounds=3 * args.rounds
+            )
+    if args.json:  # What follows may need more memory than there is.
         write_result(args.json, result)
-    print_report(rows, profiles, args.layers)
-    graphed.runner.close()
+    with apart("transformers", failures):
+        if args.peer_layers:
+            sizes = {key: value for key, value in share_sizes(args.tp).items() if key != "vocab_size"}
+            result["transformers"] = peers.transformers_rows(
+                sizes, args.peer_layers, args.layers, args.tokens, [n for n in args.batch if n <= 8], CONTEXT, device,
+                rounds=max(5, args.rounds // 3),
+            )  # fmt: skip
+    if args.json:
+        write_result(args.json, result)
+    with apart("plots", failures):
+        if args.plot:
+            plot_times(result, args.plot)
+        if args.plot and profiles:
+            plot_layer(result, args.plot.with_stem(args.plot.stem + "_layer"))
+    print_report(result, profiles)
+    steps.graphed.runner.close()
+    if failures:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
