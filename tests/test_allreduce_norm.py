@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
 
+from kimi_k25.layers import allreduce_norm
 from kimi_k25.layers.allreduce_norm import MIN_WORKSPACE_TOKENS, AllReduceAddRMSNorm, why_not_fused
 from kimi_k25.layers.norm import rms_norm
 
@@ -139,6 +140,21 @@ def test_one_ranks_failure_turns_fusion_off_on_all_and_is_not_tried_again():
     for fused, why, attempts, warnings in run_ranks(2, one_fails):
         assert fused == [] and why == "rank 1: RuntimeError: out of memory"
         assert attempts == 1 and warnings == 1
+
+
+def two_hosts(rank):
+    allreduce_norm._host = lambda: f"machine {rank}"
+    comm = FakeComm()
+    layer = AllReduceAddRMSNorm(dist.group.WORLD, max_num_tokens=8, comm=comm)
+    x, residual, weight, _ = tensors(5, rank, torch.bfloat16)
+    close(layer(x, residual, weight, 1e-5)[0], expected(5, 2, torch.bfloat16)[0])
+    return comm.workspaces, layer.why_unfused
+
+
+def test_ranks_of_two_machines_never_begin_to_make_a_workspace():
+    why = "ranks on 2 hosts; the fused kernel serves those of one"
+
+    assert run_ranks(2, two_hosts) == [([], why)] * 2
 
 
 def no_library(rank):

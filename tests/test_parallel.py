@@ -34,7 +34,8 @@ from kimi_k25.tiny.exam import exam
 ATOL = 1.5e-4
 PLANS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]  # Ranks, groups of experts.
 GREEDY = SamplingParams(max_new_tokens=16, temperature=0)
-TINY_GREEDY = SamplingParams(max_new_tokens=40, temperature=0)
+SHORT = replace(GREEDY, max_new_tokens=6)
+TINY_GREEDY = SamplingParams(max_new_tokens=16, temperature=0)
 PROMPTS = [golden.golden_prompt(name) for name in golden.PROMPTS]
 
 
@@ -115,16 +116,16 @@ class CountCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count(rank, name, max_new_tokens):
-    model = load_model(golden.FOLDERS["base"], plan=plan_of(rank, 1))
+def count(rank, name, max_new_tokens, ep):
+    model = load_model(golden.FOLDERS["base"], plan=plan_of(rank, ep))
     with CountCollectives() as mode:
         tokens_of(Engine(model), replace(GREEDY, max_new_tokens=max_new_tokens), [golden.golden_prompt(name)])
     return dict(mode.counts)
 
 
-@pytest.mark.parametrize(("name", "media"), [("text", 0), ("image", 1), ("two_images", 1)])
+@pytest.mark.parametrize(("name", "media", "ep"), [("text", 0, 1), ("image", 1, 1), ("two_images", 1, 2)])
 @pytest.mark.parametrize("steps", [1, 5])
-def test_a_step_takes_two_sums_a_layer_and_those_of_its_two_ends(name, media, steps):
+def test_a_step_takes_two_sums_a_layer_and_those_of_its_two_ends(name, media, ep, steps):
     layers = golden.shared_model("base.fp32").config.text_config.num_hidden_layers
     expected = {
         "allreduce_": steps * (2 * layers + 1),  # + 1: the embedding.
@@ -132,7 +133,7 @@ def test_a_step_takes_two_sums_a_layer_and_those_of_its_two_ends(name, media, st
         "broadcast_": steps,  # The token.
     }
 
-    assert run_ranks(2, count, name, steps) == [expected] * 2
+    assert run_ranks(2, count, name, steps, ep) == [expected] * 2
 
 
 class CountingFile:
@@ -179,15 +180,18 @@ def bytes_read(rank, folder, ep):
 DIVIDED = ("embed_tokens", "lm_head", "q_b_proj", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-@pytest.mark.parametrize(("world_size", "ep"), PLANS)
-def test_a_rank_copies_its_share_and_what_all_have(world_size, ep, wide_int4):
-    tensors = expected_tensors(checkpoint.load_config(wide_int4))
+@pytest.mark.parametrize(
+    ("weights", "world_size", "ep"), [(weights, *plan) for weights in ("base", "wide int4") for plan in PLANS]
+)
+def test_a_rank_copies_its_share_and_what_all_have(weights, world_size, ep, wide_int4):
+    folder = wide_int4 if weights == "wide int4" else golden.FOLDERS[weights]
+    tensors = expected_tensors(checkpoint.load_config(folder))
     sizes = {name: checkpoint.num_bytes(info) for name, info in tensors.items()}
     divided = sum(n for name, n in sizes.items() if not name.endswith("_shape") and name.split(".")[-2] in DIVIDED)
     assert 0.5 < divided / sum(sizes.values()) < 0.9 and any(map(EXPERT.fullmatch, sizes))
 
     share = divided / world_size + sum(sizes.values()) - divided
-    for copied in run_ranks(world_size, bytes_read, wide_int4, ep):
+    for copied in run_ranks(world_size, bytes_read, folder, ep):
         assert 0.99 * share <= copied <= 1.01 * share
 
 
@@ -210,19 +214,27 @@ def test_loading_takes_at_most_200_mb_beside_a_ranks_share(tmp_path):
 def graphed(rank, folder, ep):
     model = load_model(folder, plan=plan_of(rank, ep))
     plan = GraphPlan(
-        backend="tape", prefill=BucketPolicy.of([32, 64]), decode=BucketPolicy.decode(2), poison=True, strict=True
+        backend="tape", prefill=BucketPolicy.of([64]), decode=BucketPolicy.decode(2), poison=True, strict=True
     )
     engine, runner = graphed_engine(model, plan=plan, max_seq_len=128, max_seqs=2)
-    return tokens_of(engine, prompts=PROMPTS[:2]), runner.stats()["runs"]
+    with CountCollectives() as mode:
+        tokens = tokens_of(engine, SHORT, PROMPTS[:2])
+    return tokens, runner.stats()["runs"], dict(mode.counts)
 
 
-@pytest.mark.parametrize(("weights", "world_size", "ep"), [("base", 2, 1), ("base", 4, 2), ("int4", 2, 2)])
-def test_recorded_graphs_hold_their_collectives(weights, world_size, ep):
-    golden_ids = [golden.GOLDENS["greedy"][f"{weights}.fp32.{name}"]["ids"] for name in ("text", "image")]
+@pytest.mark.parametrize(
+    ("weights", "world_size", "ep"),
+    [("base", *plan) for plan in PLANS[1:]] + [("wide int4", 4, 1), ("int4", 2, 2)],
+)
+def test_recorded_graphs_hold_their_collectives(weights, world_size, ep, wide_int4):
+    folder = wide_int4 if weights == "wide int4" else golden.FOLDERS[weights]
+    expected = tokens_of(Engine(whole(folder, torch.float32)), SHORT, PROMPTS[:2])
+    steps, layers = SHORT.max_new_tokens, golden.shared_model("base.fp32").config.text_config.num_hidden_layers
 
-    for tokens, runs in run_ranks(world_size, graphed, golden.FOLDERS[weights], ep):
-        assert tokens == golden_ids
-        assert set(runs) == {"piecewise", "full"}
+    for tokens, runs, counts in run_ranks(world_size, graphed, folder, ep):
+        assert tokens == expected
+        assert runs == {"piecewise": 1, "full": steps - 1}
+        assert counts == {"allreduce_": steps * 2 * layers + steps + 1, "allgather_": steps + 1, "broadcast_": steps}
 
 
 def drawn(rank, seed):
@@ -231,27 +243,35 @@ def drawn(rank, seed):
     return tokens_of(Engine(model), SamplingParams(max_new_tokens=12, temperature=1.0, seed=seed + 100 * rank))
 
 
-EXAM = [prompt_of(lesson) for lesson in exam(6)]
+EXAM = [prompt_of(lesson) for lesson in exam(3)]
+TINY = {"bf16": architecture.FOLDER, "int4": architecture.INT4_FOLDER}
 
 
-def examined(rank, folder, ep):
-    return tokens_of(Engine(load_model(folder, plan=plan_of(rank, ep))), TINY_GREEDY, EXAM)
+def examined(rank, plans):
+    return [
+        tokens_of(Engine(load_model(TINY[weights], plan=plan_of(rank, ep))), TINY_GREEDY, EXAM) for weights, ep in plans
+    ]
 
 
 @pytest.mark.parametrize(
-    ("folder", "ep"), [(architecture.FOLDER, 1), (architecture.FOLDER, 2), (architecture.INT4_FOLDER, 1)]
+    ("world_size", "plans"),
+    [
+        (2, [("bf16", 1), ("bf16", 2), ("int4", 1), ("int4", 2)]),
+        (4, [("bf16", 1), ("bf16", 2), ("bf16", 4), ("int4", 1), ("int4", 2)]),
+    ],
 )
-def test_the_embedded_default_gives_its_answers_over_four_ranks(folder, ep):
-    expected = tokens_of(Engine(load_model(folder)), TINY_GREEDY, EXAM)
+def test_the_embedded_default_gives_its_answers_over_several_ranks(world_size, plans):
+    expected = {name: tokens_of(Engine(load_model(folder)), TINY_GREEDY, EXAM) for name, folder in TINY.items()}
 
-    assert run_ranks(4, examined, folder, ep) == [expected] * 4
+    assert run_ranks(world_size, examined, plans) == [[expected[weights] for weights, _ in plans]] * world_size
 
 
-def test_tokens_are_drawn_by_the_first_ranks_seed():
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_tokens_are_drawn_by_the_first_ranks_seed(world_size):
     sampling = SamplingParams(max_new_tokens=12, temperature=1.0, seed=5)
     expected = tokens_of(Engine(golden.new_model("base.fp32")), sampling)
 
-    assert run_ranks(4, drawn, 5) == [expected] * 4
+    assert run_ranks(world_size, drawn, 5) == [expected] * world_size
 
 
 def test_numbers_of_ranks_that_divide_the_published_model():
@@ -264,23 +284,50 @@ def test_numbers_of_ranks_that_divide_the_published_model():
 
 
 @pytest.mark.parametrize(
-    ("tp", "ep", "int4", "message"),
+    ("text", "tp", "ep", "message"),
     [
-        (3, 1, False, "num_attention_heads is 4; expected to divide over 3 ranks; numbers of ranks .*: 1, 2, 4$"),
-        (4, 3, False, "--ep 3 does not divide 4 ranks; numbers of ranks that divide this model: 1, 2, 4$"),
-        (4, 0, False, "--ep 0 does not divide 4 ranks"),
+        ({}, 3, 1, "num_attention_heads is 4; expected to divide over 3 ranks; {}: 1, 2, 4"),
+        ({"intermediate_size": 90}, 4, 1, "intermediate_size is 90; expected to divide over 4 ranks; {}: 1, 2"),
+        ({"vocab_size": 2050}, 4, 1, "vocab_size is 2050; expected to divide over 4 ranks; {}: 1, 2"),
         (
-            2,
-            1,
-            True,
-            "moe_intermediate_size is 96; expected to divide over 2 ranks in multiples of 32; "
-            "numbers of ranks that divide this model: 1, 2 with --ep 2, 4 with --ep 4$",
+            {"moe_intermediate_size": 104, "num_attention_heads": 16},
+            16,
+            16,
+            "moe_intermediate_size times n_shared_experts is 104; expected to divide over 16 ranks; "
+            "{}: 1, 2 with --ep 2, 4 with --ep 4, 8 with --ep 8",
         ),
+        (
+            {"moe_intermediate_size": 104},
+            4,
+            2,
+            "moe_intermediate_size is 104; expected to divide over 2 ranks of a group in multiples of 8; "
+            "{}: 1, 2 with --ep 2, 4 with --ep 4; with 4 ranks --ep may be 4",
+        ),
+        (
+            {"n_routed_experts": 10},
+            4,
+            4,
+            "n_routed_experts is 10; expected to divide over 4 groups; {}: 1, 2, 4; with 4 ranks --ep may be 1, 2",
+        ),
+        ({}, 4, 3, "--ep 3 does not divide 4 ranks; {}: 1, 2, 4; with 4 ranks --ep may be 1, 2, 4"),
+        ({}, 1, 0, "--ep 0 does not divide 1 ranks; {}: 1, 2, 4; with 1 ranks --ep may be 1"),
     ],
 )
-def test_a_plan_that_does_not_divide_lists_those_that_do(tp, ep, int4, message):
+def test_a_plan_that_does_not_divide_lists_those_that_do(text, tp, ep, message):
+    with pytest.raises(ValueError) as error:
+        ParallelPlan(tp=tp, ep=ep).check(make_config(**text).text_config, None)
+
+    assert str(error.value) == message.format("numbers of ranks that divide this model")
+
+
+def test_int4_experts_are_cut_on_the_borders_of_groups_alone():
+    message = (
+        "moe_intermediate_size is 96; expected to divide over 2 ranks of a group in multiples of 32; "
+        "numbers of ranks that divide this model: 1, 2 with --ep 2, 4 with --ep 4; with 2 ranks --ep may be 2$"
+    )
+
     with pytest.raises(ValueError, match=message):
-        load_model(golden.FOLDERS["int4" if int4 else "base"], plan=ParallelPlan(tp=tp, ep=ep))
+        load_model(golden.FOLDERS["int4"], plan=ParallelPlan(tp=2))
 
 
 def test_a_share_is_not_saved_as_a_checkpoint(tmp_path):

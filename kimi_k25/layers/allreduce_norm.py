@@ -7,6 +7,8 @@ Captured graphs hold its address, so it is made once, large enough, before any c
 from __future__ import annotations
 
 import logging
+import platform
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,12 +83,19 @@ class AllReduceAddRMSNorm:
         self.why_unfused = why_not_fused(
             1, capacity=self.capacity, hidden_size=weight.shape[0], dtype=weight.dtype, world_size=self.world_size
         )
+        self.why_unfused = self.why_unfused or self._why_not_one_host()
         # Creation exchanges handles between ranks: one that can't even begin would leave the others waiting in it.
         self.why_unfused = self.why_unfused or self._vote(self._check_library, weight)
         self.why_unfused = self.why_unfused or self._vote(self._make_workspace, weight)
         if self.why_unfused:
             self._workspace = None
             logger.warning("all-reduce and norm are not fused: %s", self.why_unfused)
+
+    def _why_not_one_host(self) -> str:
+        hosts: list[str] = [""] * self.world_size
+        dist.all_gather_object(hosts, _host(), group=self.group)
+        number = len(set(hosts))
+        return "" if number == 1 else f"ranks on {number} hosts; the fused kernel serves those of one"
 
     def _vote(self, attempt: Any, weight: Tensor) -> str:
         """Runs `attempt` here and on all other ranks; the first rank's trouble, or ""."""
@@ -146,6 +155,12 @@ class AllReduceAddRMSNorm:
             fp32_acc=True, launch_with_pdl=False, trigger_completion_at_end=True,
         )  # fmt: skip
         return normed, added
+
+
+def _host() -> str:
+    """The same for processes that can share a GPU's memory; containers of two machines may have one name."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return platform.node() + (boot.read_text() if boot.exists() else "")
 
 
 def _is_capturing(x: Tensor) -> bool:

@@ -62,9 +62,10 @@ class ParallelPlan:
             ValueError: The model can't be divided so; the message lists the numbers of ranks that can.
         """
         if trouble := _why_not(text, self.tp, self.ep, group_size):
-            raise ValueError(
-                f"{trouble}; numbers of ranks that divide this model: {world_sizes(text, group_size=group_size)}"
-            )
+            found = world_sizes(text, group_size=group_size)
+            if eps := [str(ep) for ep in _divisors(self.tp) if not _why_not(text, self.tp, ep, group_size)]:
+                found += f"; with {self.tp} ranks --ep may be {', '.join(eps)}"
+            raise ValueError(f"{trouble}; numbers of ranks that divide this model: {found}")
 
     def cut(self, name: str, shape: Sequence[int], *, is_expert: bool = False) -> tuple[slice, ...]:
         """What this rank keeps of a tensor of the checkpoint, as an index; () if all of it.
@@ -118,26 +119,30 @@ def _why_not(text: TextConfig, tp: int, ep: int, group_size: int | None) -> str:
     shared_size = text.moe_intermediate_size * text.n_shared_experts if text.moe_layers else 0
     width_unit = group_size or _GROUPED_MM_MULTIPLE
     wanted = [
-        ("num_attention_heads", text.num_attention_heads, tp, 1),
-        ("intermediate_size", text.intermediate_size, tp, 1),
-        ("vocab_size", text.vocab_size, tp, 1),
-        ("moe_intermediate_size times n_shared_experts", shared_size, tp, 1),
+        ("num_attention_heads", text.num_attention_heads, tp, "ranks", 1),
+        ("intermediate_size", text.intermediate_size, tp, "ranks", 1),
+        ("vocab_size", text.vocab_size, tp, "ranks", 1),
+        ("moe_intermediate_size times n_shared_experts", shared_size, tp, "ranks", 1),
     ]
     if text.moe_layers and tp > 1:
-        wanted.append(("n_routed_experts", text.n_routed_experts, ep, 1))
-        wanted.append(("moe_intermediate_size", text.moe_intermediate_size, tp // ep, width_unit))
-    for field, size, parts, unit in wanted:
+        wanted.append(("n_routed_experts", text.n_routed_experts, ep, "groups", 1))
+        wanted.append(("moe_intermediate_size", text.moe_intermediate_size, tp // ep, "ranks of a group", width_unit))
+    for field, size, parts, of, unit in wanted:
         if size % (parts * unit):
             units = f" in multiples of {unit}" if unit > 1 else ""
-            return f"{field} is {size}; expected to divide over {parts} ranks{units}"
+            return f"{field} is {size}; expected to divide over {parts} {of}{units}"
     return ""
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def world_sizes(text: TextConfig, *, group_size: int | None) -> str:
     """Numbers of ranks that divide a model, with the least --ep where they need one: "1, 2, 4 with --ep 2"."""
     found = []
     for tp in range(1, text.num_attention_heads + 1):
-        eps = [ep for ep in range(1, tp + 1) if tp % ep == 0 and not _why_not(text, tp, ep, group_size)]
+        eps = [ep for ep in _divisors(tp) if not _why_not(text, tp, ep, group_size)]
         if eps:
             found.append(str(tp) if eps[0] == 1 else f"{tp} with --ep {eps[0]}")
     return ", ".join(found)
