@@ -17,13 +17,14 @@ import gc
 import itertools
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Timing, measure, print_table, provenance, refuse, write_result
+from harness import apart, measure, measure_in_turns, print_table, provenance, pyplot, refuse, write_result
 from rank_share import CONTEXT, TOPK, Steps, balance_routers, build, require_room, set_fast, share_config
 from torch import Tensor
 
@@ -41,26 +42,22 @@ CHURNED = (1 << 12, 1 << 16, 1 << 20, 1 << 24)  # Elements.
 SPIN_CYCLES = 20_000_000  # About 10 ms: longer than the host takes to launch a step.
 
 
-def in_turns(*calls: Callable[[], object], rounds: int, warmup: int = 3, behind_spin: bool = False) -> list[Timing]:
-    """One Timing for each call, measured ABAB. A call begins on an idle GPU, as a request meets it.
+def queued_ms(calls: dict[str, Callable[[], object]], *, rounds: int) -> dict[str, float]:
+    """Median milliseconds of each call, in turns, all its launches queued behind a busy GPU before it begins.
 
-    With `behind_spin` the GPU is kept busy until all of the call's launches are queued: then host time is in no
-    figure, and what is left is the device's own.
+    So no host time is in it, and what is left is the device's own.
     """
-    samples: list[list[float]] = [[] for _ in calls]
-    for number in range(warmup + rounds):
-        for call, own in zip(calls, samples, strict=True):
-            torch.cuda.synchronize()
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            if behind_spin:
-                torch.cuda._sleep(SPIN_CYCLES)
+            torch.cuda._sleep(SPIN_CYCLES)
             start.record()
             call()
             end.record()
             end.synchronize()
-            if number >= warmup:
-                own.append(start.elapsed_time(end))
-    return [Timing.of(own) for own in samples]
+            samples[name].append(start.elapsed_time(end))
+    return {name: round(statistics.median(of_one), 4) for name, of_one in samples.items()}
 
 
 def churn(device: torch.device) -> None:
@@ -71,7 +68,7 @@ def churn(device: torch.device) -> None:
 
 
 class Share:
-    """The model on its fast kernels, its cache, and graphs captured over them, one plan at a time."""
+    """The model on its fast kernels, its cache, and graphs captured over them."""
 
     def __init__(
         self, tp: int, layers: int, device: torch.device, *, deterministic: bool, sizes: Sequence[int]
@@ -96,17 +93,16 @@ class Share:
         decoder.runner.capture()
         decoder.runner.freeze()
         print(decoder.runner.describe(), flush=True)
-        yield decoder, Steps(self.model, self.cache, decoder)
-        decoder.runner.close()
-        gc.collect()
-        torch.cuda.empty_cache()
+        try:
+            yield decoder, Steps(self.model, self.cache, decoder)
+        finally:
+            decoder.runner.close()
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
-def bitwise_by_order(share: Share) -> tuple[dict[str, bool], dict[str, Any]]:
-    """Whether every replay equals eager on the same padded inputs, bit for bit, for each order of the buckets.
-
-    The second result is what `peer` says on the same share.
-    """
+def bitwise_by_order(share: Share) -> dict[str, bool]:
+    """Whether every replay equals eager on the same padded inputs, bit for bit, for each order of the buckets."""
     generator = torch.Generator(share.device).manual_seed(1)
     hidden_size = share.config.text_config.hidden_size
     result = {}
@@ -124,8 +120,7 @@ def bitwise_by_order(share: Share) -> tuple[dict[str, bool], dict[str, Any]]:
                 churn(share.device)
                 equal &= torch.equal(decoder(embeds, batch), expected)
             result[" ".join(map(str, order))] = equal
-        library = peer(share, steps)
-    return result, library
+    return result
 
 
 def ladder_figures(share: Share, bridges: str) -> dict[str, Any]:
@@ -229,15 +224,16 @@ class PrefillStep:
         }  # fmt: skip
 
 
+@torch.inference_mode()
 def peer(share: Share, steps: Steps) -> dict[str, Any]:
     """breakable-cuda-graphs on the same forward: seconds, GiB, replay time in turns with ours of the same tokens.
 
     On a deterministic share also whether its answers survive the churn: elsewhere no two runs agree bit for bit.
+
+    Raises:
+        ImportError: The library is not installed.
     """
-    try:
-        from breakable_cuda_graphs import BreakableCUDAGraph, breakable_graph, no_graph
-    except ImportError as e:
-        return {"skipped": str(e)}
+    from breakable_cuda_graphs import BreakableCUDAGraph, breakable_graph, no_graph
 
     class Break:
         def cross(self, fn: Callable[..., None], bound: Any) -> None:
@@ -272,8 +268,8 @@ def peer(share: Share, steps: Steps) -> dict[str, Any]:
             survives = survives and torch.equal(out, expected)
     replay_ms = {}
     for tokens in ORDERED:
-        theirs, own = in_turns(graphs[tokens][0].replay, ours[tokens], rounds=10)
-        replay_ms[str(tokens)] = {"theirs": theirs.median_ms, "ours": own.median_ms}
+        timings = measure_in_turns({"theirs": graphs[tokens][0].replay, "ours": ours[tokens]}, rounds=10)
+        replay_ms[str(tokens)] = {name: timing.median_ms for name, timing in timings.items()}
     for graph, *_ in graphs.values():
         graph.reset()
     return {
@@ -284,12 +280,7 @@ def peer(share: Share, steps: Steps) -> dict[str, Any]:
 
 def plot(result: dict[str, Any], path: Path) -> None:
     """What pieces cost over one full graph, and the ladders' memory."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3), dpi=90)
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(8, 3))
     ratios = result["piecewise_over_full"]
     left.plot(list(ratios), [100 * (r - 1) for r in ratios.values()], "o-")
     left.axhline(3, ls=":", c="gray")
@@ -297,7 +288,6 @@ def plot(result: dict[str, Any], path: Path) -> None:
     ladders = result["ladders"]
     right.bar(list(ladders), [ladder["capture_gib"] for ladder in ladders.values()])
     right.set(ylabel="GiB", title=f"{ladders['shared']['buckets']} sizes, {result['layers']} layers")
-    figure.tight_layout()
     figure.savefig(path)
 
 
@@ -309,12 +299,12 @@ def prefill_rows(
     split: dict[str, Any] = {}
     for tokens in TOKENS:
         step = PrefillStep(share, decoder, steps, tokens, tokens)
-        pieces, full = in_turns(step.pieces, step.full, rounds=rounds)
-        [eager] = in_turns(step.eager, rounds=max(5, rounds // 3), warmup=1)
-        rows[str(tokens)] = {"pieces": pieces.median_ms, "full": full.median_ms, "eager": eager.median_ms}
+        calls = {"pieces": step.pieces, "full": step.full}
+        timings = measure_in_turns(calls, rounds=rounds)
+        eager = measure(step.eager, rounds=max(5, rounds // 3), warmup=1)
+        rows[str(tokens)] = {name: timing.median_ms for name, timing in {**timings, "eager": eager}.items()}
         if tokens == TOKENS[0]:
-            queued = in_turns(step.pieces, step.full, rounds=rounds, behind_spin=True)
-            split["queued_ms"] = {"pieces": queued[0].median_ms, "full": queued[1].median_ms}
+            split["queued_ms"] = queued_ms(calls, rounds=rounds)
             split["whole_bucket"] = step.host_split(share.config.text_config.num_hidden_layers)
         step.close()
     step = PrefillStep(share, decoder, steps, TOKENS[0] - 3, TOKENS[0])
@@ -335,11 +325,20 @@ def main() -> None:
     if args.layers < 2:
         refuse("--layers must be at least 2: one dense layer and one of experts")
     device = require_room(args.tp, args.layers, spare_gib=16)
+    warnings.filterwarnings("ignore", message=".*cuda capability.*")
     started = time.perf_counter()
 
+    failures: dict[str, str] = {}
+    library: dict[str, Any] = {}
     small = Share(args.tp, min(args.layers, 4), device, deterministic=True, sizes=ORDERED)
-    bitwise, library_small = bitwise_by_order(small)
+    bitwise = bitwise_by_order(small)
     print("bitwise equal to eager:", bitwise, flush=True)
+    survives = None
+    with (
+        apart("breakable-cuda-graphs, deterministic", failures),
+        small.captured(prefill=BucketPolicy.of(ORDERED)) as (_, steps),
+    ):
+        survives = peer(small, steps)["survives_churn"]
     del small
     gc.collect()
     torch.cuda.empty_cache()
@@ -353,12 +352,13 @@ def main() -> None:
         decoder, steps = stack.enter_context(share.captured(prefill=buckets, decode=DECODE))
         stack.enter_context(torch.inference_mode())
         decode = steps.decode(1, CONTEXT)
-        alone, beside = in_turns(
-            lone_steps.run(decode, graphs=True), steps.run(decode, graphs=True), rounds=args.rounds * 5
-        )
+        by_runner = {"alone": lone_steps.run(decode, graphs=True), "beside": steps.run(decode, graphs=True)}
+        timings = measure_in_turns(by_runner, rounds=5 * args.rounds)
+        decodes = {name: timing.median_ms for name, timing in timings.items()}
         eager = measure(steps.run(decode, graphs=False), rounds=5)
         rows, split = prefill_rows(share, decoder, steps, args.rounds)
-        library = peer(share, steps)
+        with apart("breakable-cuda-graphs", failures):
+            library = peer(share, steps)
     ratios = {tokens: round(row["pieces"] / row["full"], 4) for tokens, row in rows.items()}
     result = {
         **provenance(),
@@ -369,21 +369,24 @@ def main() -> None:
         "ladders": ladders,
         "piecewise_over_full": ratios,
         "prefill_ms": rows,
-        "decode_alone_ms": alone.median_ms,
-        "decode_beside_prefill_graphs_ms": beside.median_ms,
-        "decode_delta": round(beside.median_ms / alone.median_ms - 1, 4),
-        "decode_speedup": round(eager.median_ms / beside.median_ms, 2),
+        "decode_alone_ms": decodes["alone"],
+        "decode_beside_prefill_graphs_ms": decodes["beside"],
+        "decode_eager_ms": eager.median_ms,
+        "decode_delta": round(decodes["beside"] / decodes["alone"] - 1, 4),
+        "decode_speedup": round(eager.median_ms / decodes["beside"], 2),
         "host_us_per_layer": max(split[kind]["us_per_layer"] for kind in ("whole_bucket", "with_padding")),
         f"host_at_{TOKENS[0]}": split,
         "bitwise": bitwise,
         "bitwise_layers": min(args.layers, 4),
-        "breakable_cuda_graphs": library | {"survives_churn": library_small.get("survives_churn")},
+        "breakable_cuda_graphs": library | {"survives_churn": survives},
+        "failures": failures,
         "seconds": round(time.perf_counter() - started, 1),
     }
     if args.json:
         write_result(args.json, result)
     if args.plot:
-        plot(result, args.plot)
+        with apart("plot", failures):
+            plot(result, args.plot)
     print_table(
         ["tokens", "eager ms", "full ms", "pieces ms", "pieces/full"],
         [[tokens, row["eager"], row["full"], row["pieces"], f"{ratios[tokens]:.4f}"] for tokens, row in rows.items()],
