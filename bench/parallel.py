@@ -27,16 +27,20 @@ class Links:
     """What ranks meet over.
 
     Attributes:
-        nvlink_gb_per_s: One way, of a GPU. H200: 900 GB/s both ways (NVIDIA's data sheet).
-        nvlink_us: Of a fused one-shot all-reduce of a few tokens (https://github.com/sgl-project/sglang/pull/32461).
+        nvlink_gb_per_s: What NCCL gets out of a GPU's 450 one way, without multicast
+            (https://github.com/NVIDIA/nccl-tests/issues/212, measured: https://github.com/NVIDIA/nccl-tests/issues/309).
+        nvlink_us: Of a fused one-shot all-reduce of a few tokens, on a newer generation
+            (https://github.com/sgl-project/sglang/pull/32461); two H100 with 32 tokens, the norm included, take 10
+            (https://github.com/vllm-project/vllm/pull/22086).
         infiniband_gb_per_s: One way, of a 400 Gb/s adapter, one a GPU (https://github.com/NVIDIA/nccl-tests/issues/290).
-        infiniband_us: Of a small all-reduce of two machines (https://github.com/NVIDIA/nccl-tests/issues/150).
+        infiniband_us: What two nodes of 8 add: NCCL's smallest all-reduce takes 46 us there, on H20 with such adapters
+            (https://github.com/NVIDIA/nccl/issues/1244).
     """
 
-    nvlink_gb_per_s: float = 450.0
+    nvlink_gb_per_s: float = 370.0
     nvlink_us: float = 8.0
     infiniband_gb_per_s: float = 46.0
-    infiniband_us: float = 19.0
+    infiniband_us: float = 38.0
 
     def all_reduce_us(self, num_bytes: int, nodes: int) -> float:
         """Scattered and gathered over the 8 GPUs of a node; between, each exchanges its eighth with the other nodes."""
@@ -55,6 +59,12 @@ def collectives(tokens: int, seqs: int) -> list[tuple[str, int, int]]:
         ("all-gather, logits", 1, seqs * VOCABULARY * BYTES),
         ("broadcast, ids", 1, seqs * 8),
     ]
+
+
+def sent_bytes(what: str, num_bytes: int, ranks: int) -> float:
+    """By one GPU: a sum is scattered and gathered, a gather gives each rank's part to all others."""
+    passes = {"all-reduce": 2, "all-gather": 1, "broadcast": 1}[what.partition(",")[0]]
+    return passes * (ranks - 1) / ranks * num_bytes
 
 
 def collectives_ms(links: Links, tokens: int, seqs: int, nodes: int) -> float:
@@ -90,9 +100,12 @@ def main() -> None:
     links, measured = Links(), json.loads(MEASURED.read_text())
     rows = predict(measured, links)
 
-    print("communication of one token of one sequence\n")
-    volumes = [(what, n, size / 1024, n * size / 1024) for what, n, size in collectives(1, 1)]
-    print_table(["what", "times", "KiB each", "KiB"], volumes)
+    print("communication of one token of one sequence; a picture adds one all-gather, 14 KiB for each of its tokens\n")
+    volumes = [
+        (what, n, size / 1024, n * size / 1024, n * sent_bytes(what, size, 8) / 1024)
+        for what, n, size in collectives(1, 1)
+    ]
+    print_table(["what", "times", "KiB each", "KiB", "KiB sent by a GPU of 8"], volumes)
     print("\npredicted, ms: prefill is TTFT without the vision tower, decode is TPOT at 2048 tokens of context\n")
     print_table(["phase", "tokens", "TP", "compute", "collectives", "sum"], [list(row.values()) for row in rows])
     print(

@@ -24,9 +24,15 @@ def test_collectives_are_two_a_layer_and_three_more(parallel):
 def test_small_sums_cost_latency_and_large_ones_bandwidth(parallel):
     links = parallel.Links()
 
-    assert links.all_reduce_us(0, 1) == 8 and links.all_reduce_us(0, 2) == 27
-    assert links.all_reduce_us(450_000_000, 1) == pytest.approx(8 + 1750)
-    assert links.all_reduce_us(46_000_000, 2) == pytest.approx(27 + 1.75 * 46e3 / 450 + 125)
+    assert links.all_reduce_us(0, 1) == 8 and links.all_reduce_us(0, 2) == 46
+    assert links.all_reduce_us(370_000_000, 1) == pytest.approx(8 + 1750)
+    assert links.all_reduce_us(46_000_000, 2) == pytest.approx(46 + 1.75 * 46e3 / 370 + 125)
+
+
+def test_a_gpu_sends_its_part_twice_to_sum_and_once_to_gather(parallel):
+    """Eight GPUs, a tensor of 8 parts: a ring passes 7 of them on, once to sum and once to gather."""
+    assert parallel.sent_bytes("all-reduce, embedding", 8, 8) == 14
+    assert parallel.sent_bytes("all-gather, logits", 8, 8) == parallel.sent_bytes("broadcast, ids", 8, 8) == 7
 
 
 def test_every_measured_step_is_predicted_for_one_node_and_two(parallel):

@@ -35,7 +35,7 @@ ATOL = 1.5e-4
 PLANS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]  # Ranks, groups of experts.
 GREEDY = SamplingParams(max_new_tokens=16, temperature=0)
 SHORT = replace(GREEDY, max_new_tokens=6)
-TINY_GREEDY = SamplingParams(max_new_tokens=16, temperature=0)
+TINY_GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
 PROMPTS = [golden.golden_prompt(name) for name in golden.PROMPTS]
 
 
@@ -243,7 +243,7 @@ def drawn(rank, seed):
     return tokens_of(Engine(model), SamplingParams(max_new_tokens=12, temperature=1.0, seed=seed + 100 * rank))
 
 
-EXAM = [prompt_of(lesson) for lesson in exam(3)]
+EXAM = [prompt_of(lesson) for lesson in exam(6)]
 TINY = {"bf16": architecture.FOLDER, "int4": architecture.INT4_FOLDER}
 
 
