@@ -13,11 +13,13 @@ from PIL import Image
 from kimi_k25.checkpoint import load_model
 from kimi_k25.config import KimiK25Config, load_config
 from kimi_k25.layers.int4 import dequantize_int4, pack_int4
+from kimi_k25.layers.packed import packed_attention
 from kimi_k25.processor import load_processor
 from kimi_k25.tiny import architecture, captured, digits, scenes, train
 from kimi_k25.tiny.exam import EXAM, exam
 from kimi_k25.tiny.lessons import Lesson, Teacher, Turn, Video
 from kimi_k25.tiny.master_weights import MasterWeights
+from kimi_k25.tiny.muon import RMS, WEIGHT_DECAY, Muon, orthogonal
 from kimi_k25.tiny.packing import NO_TARGET, BatchShape, LessonBatches, Packer
 from kimi_k25.tiny.quantize import on_grid, quantize
 from kimi_k25.tiny.questions import KINDS, PHRASINGS, UNKNOWN, corpus, is_held_out, style
@@ -190,7 +192,7 @@ def test_twenty_steps_reach_every_parameter_and_lower_the_loss(
     packer: Packer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train, "WARMUP_STEPS", 5)
-    shape = BatchShape.of(5)
+    shape = BatchShape.of(3)
     training = small_training(shape, 20)
     started = {name: p.detach().clone() for name, p in training.model.named_parameters()}
     batches = LessonBatches(packer, shape, seed=1, num_batches=20)
@@ -209,16 +211,60 @@ def test_twenty_steps_reach_every_parameter_and_lower_the_loss(
     assert torch.equal(experts.bfloat16(), on_grid(experts))
 
 
-def test_stacks_for_capture_compute_what_the_model_does(packer: Packer) -> None:
-    shape = BatchShape.of(5)
-    batch = LessonBatches(packer, shape, seed=2, num_batches=4)[3]
+def test_what_training_replays_computes_what_the_model_does(packer: Packer) -> None:
+    shape = BatchShape.of(12)
+    batch = LessonBatches(packer, shape, seed=2, num_batches=9001)[9000]
+    assert set(batch.grid_thws[:, 0].tolist()) > {1}  # There are videos.
     model = train.build_model(0, torch.float32, torch.device("cpu"))
     expected = train.batch_logits(model, batch)
+    train.answer_loss(model, batch).backward()
+    expected_grads = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
 
     captured.install(model, *captured.stacks(model, shape))
 
     torch.testing.assert_close(train.batch_logits(model, batch), expected, rtol=1e-4, atol=1e-4)
+    train.answer_loss(model, batch).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected_grads[name], rtol=1e-3, atol=1e-5, msg=name)
     assert torch.equal(train.batch_logits(model.eval(), batch), expected)
+
+
+def test_another_attention_is_used_while_it_is_asked_for_and_no_longer(packer: Packer) -> None:
+    shape = BatchShape.of(3)
+    batch = LessonBatches(packer, shape, seed=2, num_batches=1)[0]
+    model = train.build_model(0, torch.float32, torch.device("cpu"))
+    calls = []
+
+    def attention(q: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        calls.append(q.shape)
+        return packed_attention(q, *args, **kwargs)
+
+    with captured.attention_by(attention):
+        inside = train.batch_logits(model, batch)
+    outside = train.batch_logits(model, batch)
+
+    assert torch.equal(inside, outside)
+    layers = model.config.vision_config.vt_num_hidden_layers, model.config.text_config.num_hidden_layers
+    assert len(calls) == sum(layers)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("causal", "v_head_dim", "head_dim"), [(False, 24, 24), (True, 32, 48)])
+def test_attention_of_many_lengths_on_a_gpu(causal: bool, v_head_dim: int, head_dim: int) -> None:
+    lengths = torch.tensor([0, 16, 200, 3, 256, 64])
+    bounds = lengths.cumsum(0).int().cuda()
+    sizes = [head_dim, head_dim, v_head_dim]
+    q, k, v = (torch.randn(539, 4, n, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in sizes)
+    grad = torch.randn(539, 4, v_head_dim, device="cuda", dtype=torch.bfloat16)
+
+    for attention in (packed_attention, captured.varlen_attention):
+        out = attention(q, k, v, bounds, 256, causal=causal, scale=0.2)
+        grads = torch.autograd.grad(out, (q, k, v), grad)
+        if attention is packed_attention:
+            expected = out, *grads
+    for found, right in zip((out, *grads), expected, strict=True):
+        assert (found - right).norm() < 0.02 * right.norm()
 
 
 def test_a_saved_state_continues_where_it_was(packer: Packer, tmp_path: Path) -> None:
@@ -268,15 +314,42 @@ def test_router_bias_moves_against_the_load() -> None:
 
 
 def test_master_weights_keep_updates_that_bfloat16_would_lose() -> None:
-    model = torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+    model = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
     torch.nn.init.ones_(model.weight)
+    torch.nn.init.ones_(model.bias)
     masters = MasterWeights(model)
 
     for _ in range(30):
         model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
         masters.step(1e-4)
 
-    assert 0.995 < model.weight.float().mean() < 0.998  # A step of 1e-4 alone is under half of bfloat16's spacing.
+    # A step of 1e-4 alone is under half of bfloat16's spacing.
+    assert 0.995 < model.bias.float().mean() < 0.998
+
+
+def test_orthogonal_matrices_keep_their_directions() -> None:
+    x = torch.randn(3, 96, 40, generator=torch.Generator().manual_seed(0))
+    u, _, v = torch.linalg.svd(x, full_matrices=False)
+
+    singular = torch.einsum("nij,nik,nkj->nj", u, orthogonal(x), v.mT)
+
+    assert singular.min() > 0.6 and singular.max() < 1.3
+
+
+def test_muon_treats_every_matrix_as_if_it_were_alone() -> None:
+    shapes = [(1, 96, 30), (3, 20, 40), (2, 200, 64)]
+    sizes = [n * rows * columns for n, rows, columns in shapes]
+    generator = torch.Generator().manual_seed(0)
+    values, grads = torch.randn(2, sum(sizes), generator=generator)
+    started = values.clone()
+
+    Muon(values, grads, shapes).step(0.1)
+
+    moved = (started * (1 - 0.1 * WEIGHT_DECAY) - values) / 0.1
+    for part, grad, (n, rows, columns) in zip(moved.split(sizes), grads.split(sizes), shapes, strict=True):
+        g = grad.view(n, rows, columns)
+        expected = orthogonal(g) if rows >= columns else orthogonal(g.mT).mT
+        torch.testing.assert_close(part.view_as(g), expected * RMS * max(rows, columns) ** 0.5, rtol=1e-3, atol=1e-3)
 
 
 def test_grid_values_are_found_again_and_zero_groups_are_fine() -> None:

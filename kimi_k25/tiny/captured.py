@@ -1,22 +1,26 @@
 """The model's two stacks of blocks as CUDA graphs, for training batches of one shape. Knows no optimizer and no data.
 
 A step of this small model launches some two thousand kernels; launching them takes longer than running them. The blocks
-stay the model's own modules: they are recorded once, forward and backward, and replayed. In eval mode the model runs as
+stay the model's own modules: they are recorded once, forward and backward, and replayed. What lies around them is
+gathered by row number, so that the host never waits for the device and launches little. In eval mode the model runs as
 if this file did not exist.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import vision_tower
+from ..layers import mla
 from ..layers.kv_cache import AttentionBatch
 from ..model import KimiK25ForConditionalGeneration
-from ..vision_tower import Grid, VisionPositionEmbedding, in_row_order, rows_by_grid, vision_rope
+from ..vision_tower import VisionPositionEmbedding, vision_rope
 from .packing import BatchShape
 
 Stack = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -83,29 +87,71 @@ def capture(model: KimiK25ForConditionalGeneration, shape: BatchShape) -> None:
         samples(shape.num_patches, shape.num_media, v.vt_hidden_size, v.head_dim // 2, torch.float32),
         samples(shape.num_tokens, shape.num_seqs, c.hidden_size, c.qk_rope_head_dim // 2, weight.dtype),
     )
-    torch.cuda.make_graphed_callables((vision, decoder), sample_args)
+    with attention_by(varlen_attention):
+        torch.cuda.make_graphed_callables((vision, decoder), sample_args)
     install(model, vision, decoder)
 
 
-def install(model: KimiK25ForConditionalGeneration, vision_blocks: Stack, decoder_layers: Stack) -> None:
-    """Lets the model run these stacks in training mode, with tables that depend on grids alone computed once."""
-    encoder, decoder = model.vision_tower.encoder, model.language_model.model
-    plain_encoder, plain_decoder = encoder.forward, decoder.forward
-    angles: dict[tuple[int, int], Tensor] = {}  # cos | sin
+@contextmanager
+def attention_by(attention: Callable[..., Tensor]) -> Iterator[None]:
+    """Both stacks attend by another function than packed_attention; a recording made meanwhile keeps it."""
+    plain = mla.packed_attention
+    vision_tower.packed_attention = mla.packed_attention = attention
+    try:
+        yield
+    finally:
+        vision_tower.packed_attention = mla.packed_attention = plain
 
-    def encode(x: Tensor, grids: list[Grid]) -> Tensor:
-        if not encoder.training:
-            return plain_encoder(x, grids)
-        for _, h, w in grids:
-            if (h, w) not in angles:
-                angles[h, w] = torch.cat(vision_rope([(1, h, w)], encoder.head_dim, x.device), -1)
-        lengths = [t * h * w for t, h, w in grids]
-        rows = rows_by_grid(grids, lengths)
-        turns = [angles[h, w].repeat(t * len(items), 1) for (t, h, w), items in rows.items()]
-        cos, sin = in_row_order(turns, rows).chunk(2, -1)
-        cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-        x = vision_blocks(x, cos, sin, cu_seqlens.to(x.device, non_blocking=True))
-        return encoder.final_layernorm(x)
+
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, causal: bool, scale: float
+) -> Tensor:
+    """packed_attention by PyTorch's flash kernel for sequences of many lengths, which computes no padding.
+
+    Needs a GPU and half precision. A training batch padded to its longest sequence would be four times as large.
+    """
+    v_head_dim = v.shape[-1]
+    v = F.pad(v, (0, q.shape[-1] - v_head_dim))  # The kernel knows one width of heads.
+    bounds = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    out = torch.ops.aten._flash_attention_forward(q, k, v, *bounds, 0.0, causal, False, scale=scale)[0]
+    return out[..., :v_head_dim]
+
+
+def install(model: KimiK25ForConditionalGeneration, vision_blocks: Stack, decoder_layers: Stack) -> None:
+    """Lets the model run these stacks in training mode, and all around them without waiting for the device."""
+    tower, encoder, decoder = model.vision_tower, model.vision_tower.encoder, model.language_model.model
+    plain_tower, plain_decoder, plain_embed = tower.forward, decoder.forward, model.embed
+    places = GridPlaces(tower.patch_embed.pos_emb, encoder.head_dim)
+
+    def see(pixel_values: Tensor, grid_thws: Tensor) -> Tensor:
+        if not tower.training:
+            return plain_tower(pixel_values, grid_thws)
+        layout = Layout(grid_thws.numpy(), places.first_row)
+        device = pixel_values.device
+        place, frame, patch, token = _to_device(
+            np.concatenate((layout.place, layout.frame, layout.patch, layout.token)), device
+        ).split([len(layout.place), len(layout.frame), len(layout.patch), len(layout.token)])
+        weight = tower.patch_embed.proj.weight
+        x = F.linear(pixel_values.flatten(1), weight.flatten(1), tower.patch_embed.proj.bias)
+        x = x + places.embedding().index_select(0, place).to(x.dtype) + places.sinusoids.index_select(0, frame)
+        cos, sin = places.angles.index_select(0, place).chunk(2, -1)
+        x = vision_blocks(x, cos, sin, _to_device(layout.cu_seqlens, device))
+        windows = encoder.final_layernorm(x).index_select(0, patch).unflatten(0, (-1, 4))
+        if layout.num_tokens == len(layout.token):  # No videos.
+            return windows
+        share = _to_device(layout.share, device)[:, None, None]
+        mean = torch.zeros(layout.num_tokens, *windows.shape[1:], device=device)
+        return mean.index_add(0, token, windows.float() * share).to(windows.dtype)
+
+    def embed(
+        input_ids: Tensor, pixel_values: Tensor | None = None, grid_thws: Tensor | None = None
+    ) -> Tensor:
+        if not model.training or pixel_values is None or grid_thws is None:
+            return plain_embed(input_ids, pixel_values, grid_thws)
+        embeds, features = decoder.embed_tokens(input_ids), model.encode_media(pixel_values, grid_thws)
+        is_media = input_ids == model.config.media_placeholder_token_id  # Not counted: that would wait.
+        place = is_media.cumsum(0).sub(1).clamp(min=0)
+        return torch.where(is_media[:, None], features.index_select(0, place), embeds)
 
     def decode(inputs_embeds: Tensor, batch: AttentionBatch) -> Tensor:
         if not decoder.training:
@@ -113,22 +159,79 @@ def install(model: KimiK25ForConditionalGeneration, vision_blocks: Stack, decode
         cos, sin = decoder.rope(batch.positions, inputs_embeds.dtype)
         return decoder_layers(inputs_embeds, cos, sin, batch.cu_seqlens)
 
-    encoder.forward, decoder.forward = encode, decode  # type: ignore[method-assign]
-    _resample_by_product(model.vision_tower.patch_embed.pos_emb)
+    tower.forward, decoder.forward, model.embed = see, decode, embed  # type: ignore[method-assign]
 
 
-def _resample_by_product(pos_emb: VisionPositionEmbedding) -> None:
-    """Resampling the table is linear: as a matrix product its gradient takes 10 us a grid instead of 1 ms."""
-    plain = pos_emb.resampled
-    matrices: dict[tuple[int, int], Tensor] = {}
+class GridPlaces:
+    """What depends on a patch's place in its grid, for every grid of training at once: rows to be gathered.
 
-    def resampled(height: int, width: int) -> Tensor:
+    Attributes:
+        first_row: Where the rows of the grid of so many rows and columns begin.
+        angles: cos | sin, (num_rows, head_dim) float32.
+        sinusoids: Zeros for images, then those of a chunk's frames.
+    """
+
+    def __init__(self, pos_emb: VisionPositionEmbedding, head_dim: int) -> None:
+        self._pos_emb = pos_emb
         table = pos_emb.weight
-        if not pos_emb.training or table.shape[:2] == (height, width):
-            return plain(height, width)
-        if (height, width) not in matrices:
-            basis = torch.eye(table[..., 0].numel(), device=table.device).view(1, -1, *table.shape[:2])
-            matrices[height, width] = F.interpolate(basis, size=(height, width), mode="bicubic")[0].flatten(1).T
-        return (matrices[height, width] @ table.flatten(0, 1).float()).to(table.dtype)
+        device = table.device
+        sides = range(2, 17, 2)
+        grids = {(h, w) for h in sides for w in sides} | {(2, w) for w in range(2, 129, 2)}  # The latter are padding.
+        basis = torch.eye(table[..., 0].numel(), device=device).view(1, -1, *table.shape[:2])
+        self.first_row = np.zeros((17, 129), np.int64)
+        matrices, angles, at = [], [], 0
+        for height, width in sorted(grids):
+            matrix = F.interpolate(basis, size=(height, width), mode="bicubic")[0].flatten(1).T
+            matrices.append(basis[0].flatten(1) if table.shape[:2] == (height, width) else matrix)
+            angles.append(torch.cat(vision_rope([(1, height, width)], head_dim, device), -1))
+            self.first_row[height, width] = at
+            at += height * width
+        self._matrix, self.angles = torch.cat(matrices), torch.cat(angles)
+        frames = pos_emb.frame_sinusoids(pos_emb.max_frames)[:, 0]
+        self.sinusoids = torch.cat((torch.zeros_like(frames[:1]), frames))
 
-    pos_emb.resampled = resampled  # type: ignore[method-assign]
+    def embedding(self) -> Tensor:
+        """The learned table resampled to every grid, (num_rows, vt_hidden_size) float32.
+
+        Resampling is linear: as one product its gradient is one, too. In float32, as a row's gradient has many terms.
+        """
+        return self._matrix @ self._pos_emb.weight.flatten(0, 1).float()
+
+
+class Layout:
+    """Row numbers of a batch's media, whose 2 x 2 patches of one frame are a window; int64.
+
+    Attributes:
+        cu_seqlens: (num_media + 1,) int32.
+        place: Each patch's row in GridPlaces.
+        frame: Each patch's row in its sinusoids.
+        patch: The patches in the order of windows.
+        token: Which media token each window is averaged into.
+        share: What it counts for there, float32.
+    """
+
+    def __init__(self, grids: np.ndarray, first_row: np.ndarray) -> None:
+        t, h, w = grids.astype(np.int64).T
+        lengths = t * h * w
+        starts = np.cumsum(lengths) - lengths
+        self.cu_seqlens = np.append(starts, lengths.sum()).astype(np.int32)
+        item = np.repeat(np.arange(len(t)), lengths)
+        frame, place = np.divmod(np.arange(len(item)) - starts[item], (h * w)[item])
+        self.place = first_row[h, w][item] + place
+        self.frame = np.where(t[item] > 1, frame + 1, 0)
+        num_tokens = h * w // 4
+        tokens = np.cumsum(num_tokens) - num_tokens
+        self.num_tokens = int(num_tokens.sum())
+        item = np.repeat(np.arange(len(t)), lengths // 4)
+        frame, window = np.divmod(np.arange(len(item)) - starts[item] // 4, num_tokens[item])
+        row, column = np.divmod(window, (w // 2)[item])
+        first = starts[item] + frame * (h * w)[item] + 2 * row * w[item] + 2 * column
+        self.patch = np.stack((first, first + 1, first + w[item], first + w[item] + 1), 1).ravel()
+        self.token = tokens[item] + window
+        self.share = (1 / t[item]).astype(np.float32)
+
+
+def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy on the device for which the host does not wait."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

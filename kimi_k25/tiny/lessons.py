@@ -27,6 +27,7 @@ from .questions import (
     arithmetic,
     ask,
     random_fill,
+    style,
     things,
     unanswerable,
 )
@@ -86,13 +87,14 @@ class Teacher:
         self._scans, self._labels = digits.split(self.part)
 
     def lesson(self) -> Lesson:
-        """One to four questions on a picture, sometimes its description, sometimes one more on a second picture."""
+        """One to six questions on a picture, sometimes its description, sometimes one more on a second picture."""
         rng = self.rng
-        turns = self._turns(rng.choices(KINDS, _TRAINING_WEIGHTS)[0], rng.choice((1, 2, 2, 3, 4)))
-        if rng.random() < 0.12:
+        turns = self._turns(rng.choices(KINDS, _TRAINING_WEIGHTS)[0], rng.choice((1, 2, 4, 5, 6)))
+        if rng.random() < 0.08:
             turns += self._turns(rng.choices(KINDS, _TRAINING_WEIGHTS)[0], 1)
         system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.05 else None
-        return Lesson(turns, rng.random() < 0.5, system)
+        # Nothing is to be thought before a description.
+        return Lesson(turns, turns[-1].question.kind != "describe" and rng.random() < 0.55, system)
 
     def single_question(self, kind: str) -> Lesson:
         """One question of a reported kind, the pictures first."""
@@ -167,8 +169,14 @@ class Teacher:
         shape, color = rng.choice((*SHAPES, "shape")), rng.choice((*COLORS, *[""] * 12))
         numbers = _numbers(rng)
         pair = [self._several(self._exactly(shape, color, number)) for number in numbers]
-        topics = [topic, *self._sample(("more", "fewer"), min(count, 2) - 1)]
-        return [scenes.draw(scene, rng) for scene in pair], [self._more(t, shape, color, numbers) for t in topics]
+        questions = [self._more(topic, pair, shape, color)]
+        for _ in range(count - 1):  # Other questions on the same pictures, a count in one of them among them.
+            kind = self._kind(rng.choice(pair))
+            if rng.random() < 0.5:
+                questions.append(self._more(rng.choice(("more", "fewer")), pair, *kind))
+            else:
+                questions.append(self._how_many_in_one(pair, *kind))
+        return [scenes.draw(scene, rng) for scene in pair], questions
 
     def _video(self, count: int) -> tuple[list[Video], list[Question]]:
         rng = self.rng
@@ -196,7 +204,7 @@ class Teacher:
             pictures, topics = [scenes.draw(self._single(), rng)], ("digit", "direction")
         else:
             pictures = []
-        chosen = [rng.choice(topics) for _ in range(count)]
+        chosen = [rng.choice(topics) for _ in range(min(count, 2))]
         return pictures, [unanswerable(topic, rng, **random_fill(topic, rng)) for topic in chosen]
 
     def _scene(self, topic: str, count: int) -> tuple[list[Image.Image], list[Question]]:
@@ -208,10 +216,14 @@ class Teacher:
             found = self._about_several(scene, topic)
             if found is not None:
                 break
-        rest = self._sample(("count", "count", "color", "shape_of_color", "place", "side", "height"), count - 1)
-        more = (self._about_several(scene, t) for t in rest)
-        questions = [found, *(question for question in more if question is not None)]
-        return [scenes.draw(scene, rng)], questions + self._describe(scene)
+        asked: dict[str, Question] = {}
+        for t, question in [(topic, found), *((t, self._about_several(scene, t)) for t in self._others(count - 1))]:
+            if question is not None:  # The same two things compared again, either way around, would be read off.
+                asked.setdefault("".join(sorted(question.reasoning)) if t in _ORIGIN else question.text, question)
+        return [scenes.draw(scene, rng)], [*asked.values(), *self._describe(scene)]
+
+    def _others(self, count: int) -> list[str]:
+        return self.rng.choices(_SCENE_TOPICS, k=count)
 
     def _describe(self, scene: scenes.Scene) -> list[Question]:
         """Sometimes, in training: everything in the picture, from left to right."""
@@ -251,17 +263,24 @@ class Teacher:
             clear = [(name, thing) for name, thing in names if _is_clear(thing.x) and _is_clear(thing.y)]
             return ask(topic, _place(clear[0][1]), rng, named=True, thing=clear[0][0]) if clear else None
         for (a, first), (b, second) in itertools.pairwise(names):
-            gap = first.x - second.x if topic == "side" else first.y - second.y
-            if abs(gap) > 0.2:
+            at, other = (first.x, second.x) if topic == "side" else (first.y, second.y)
+            if abs(at - other) > MIN_GAP:
                 answer = ("left", "right") if topic == "side" else ("above", "below")
-                places = f"The {a} is {_place(first)}, the {b} is {_place(second)}."
-                return ask(topic, answer[gap > 0], rng, reasoning=places, a=a, b=b)
+                places = f"From the {_ORIGIN[topic]}: the {a} {int(10 * at)}, the {b} {int(10 * other)}."
+                return ask(topic, answer[at > other], rng, reasoning=places, a=a, b=b)
         return None
 
     def _how_many(self, scene: scenes.Scene, shape: str, color: str) -> Question:
-        found = [t for t in scene.things if shape in ("shape", t.shape) and color in ("", t.color)]
-        places = ", ".join(_place(t) for t in sorted(found, key=lambda t: t.x)) or "none"
+        found = sorted((t for t in scene.things if t.matches(shape, color)), key=lambda t: t.x)
+        places = ", ".join(f"{number} {_place(t)}" for number, t in enumerate(found, start=1)) or "none"
         return ask("count", str(len(found)), self.rng, reasoning=f"I see: {places}.", things=things(shape, color))
+
+    def _how_many_in_one(self, pair: Sequence[scenes.Scene], shape: str, color: str) -> Question:
+        """A count in one of two pictures: half the way to comparing them. For training only."""
+        which = self.rng.randrange(2)
+        text = f"How many {things(shape, color)} are in the {('first', 'second')[which]} image?"
+        number = str(pair[which].count(shape, color))
+        return Question("count", style(text, self.rng), number, REASONING["count"])
 
     def _kind(self, scene: scenes.Scene) -> tuple[str, str]:
         """Something to count: mostly what the picture has."""
@@ -280,8 +299,8 @@ class Teacher:
             ]
         )
 
-    def _more(self, topic: str, shape: str, color: str, numbers: Sequence[int]) -> Question:
-        first, second = numbers
+    def _more(self, topic: str, pair: Sequence[scenes.Scene], shape: str, color: str) -> Question:
+        first, second = (scene.count(shape, color) for scene in pair)
         wins = (first > second) == (topic == "more")
         answer = "the same" if first == second else "the first" if wins else "the second"
         reasoning = REASONING[topic].format(first=first, second=second)
@@ -305,7 +324,8 @@ class Teacher:
         return scenes.single(self.rng, self._size(), place=place)
 
     def _several(self, kinds: Sequence[tuple[str, str]]) -> scenes.Scene:
-        return scenes.several(self.rng, self._size(scenes.MIN_CROWD_SIDE), kinds)
+        least = scenes.MIN_SEVERAL_SIDE if len(kinds) < scenes.CROWD else scenes.MIN_CROWD_SIDE
+        return scenes.several(self.rng, self._size(least), kinds)
 
     def _name(self, shape: str) -> str:
         return shape if self.rng.random() < 0.6 else "shape"
@@ -315,7 +335,11 @@ class Teacher:
 
 
 # How often a lesson begins with each kind; in KINDS' order, which the seed's draws depend on.
-_TRAINING_WEIGHTS = (22, 3, 8, 17, 20, 14, 7, 4, 5)
+_TRAINING_WEIGHTS = (22, 3, 6, 17, 22, 16, 7, 3, 4)
+# What else is asked about several shapes; what is hard is asked more often.
+_SCENE_TOPICS = ("count", "count", "count", "color", "shape_of_color", "place", *("side", "height") * 2)
+_ORIGIN = {"side": "left", "height": "top"}
+MIN_GAP = 0.2  # Of the picture's width or height, between two things one of which is left of or above the other.
 
 
 def _place(thing: scenes.Thing) -> str:

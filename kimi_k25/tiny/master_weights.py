@@ -1,4 +1,5 @@
-"""float32 master weights behind a model of any dtype, updated by AdamW; routed experts can be held on the int4 grid.
+"""float32 master weights behind a model of any dtype, updated by Muon and AdamW; routed experts can be held on int4's
+grid.
 
 The model computes with what a checkpoint will hold: rounded weights. Small updates survive in the masters. Gradients
 pass through rounding as if it were not there. Everything lies in flat buffers: an update is a handful of kernels.
@@ -9,29 +10,39 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .muon import Muon
 from .quantize import on_grid
 
 BETAS, EPS, WEIGHT_DECAY, MAX_GRAD_NORM = (0.9, 0.98), 1e-10, 0.05, 1.0
+MUON_RATE = 2.0  # Muon's learning rate over AdamW's.
+
+
+# Not matrices that act between hidden states: Muon's users leave these to AdamW.
+_NOT_FOR_MUON = ("embed_tokens.weight", "lm_head.weight", "pos_emb.weight", "patch_embed.proj.weight", ".gate.weight")
 
 
 class MasterWeights:
-    """AdamW over float32 copies of a model's parameters, which become views of one buffer.
+    """Muon for matrices and AdamW for the rest, over float32 copies of a model's parameters.
+
+    The parameters become views of one buffer.
 
     Attributes:
         experts_on_grid: Whether the model's routed experts are rounded to int4 groups after each step.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # Matrices first: they decay, vectors do not.
-        named = sorted(model.named_parameters(), key=lambda pair: pair[1].dim() <= 1)
+        # Three parts: Muon's; AdamW's matrices, which decay; vectors, which don't.
+        named = sorted(model.named_parameters(), key=lambda pair: _part(*pair))
         params = [p for _, p in named]
-        num_decayed = sum(p.numel() for p in params if p.dim() > 1)
+        lengths = [sum(p.numel() for name, p in named if _part(name, p) == part) for part in range(3)]
         self._values = torch.cat([p.detach().flatten() for p in params])
         self._grads = torch.zeros_like(self._values)
         masters = self._values.float()
-        self._masters = [masters[:num_decayed], masters[num_decayed:]]
         self._master_grads = torch.zeros_like(masters)
-        for part, grad in zip(self._masters, self._master_grads.split([p.numel() for p in self._masters]), strict=True):
+        for_muon, *self._masters = masters.split(lengths)
+        muon_grads, *grads = self._master_grads.split(lengths)
+        self._muon = Muon(for_muon, muon_grads, [s for name, p in named for s in _matrices(name, p)])
+        for part, grad in zip(self._masters, grads, strict=True):
             part.grad = grad
         self._all_masters = masters
         self.experts_on_grid = False
@@ -65,6 +76,7 @@ class MasterWeights:
         for group in self.optimizer.param_groups:
             group["lr"].fill_(learning_rate)
         self.optimizer.step()
+        self._muon.step(learning_rate * MUON_RATE)
         self.write_back()
         self._grads.zero_()
 
@@ -78,8 +90,8 @@ class MasterWeights:
                 torch._foreach_copy_([value for value, _ in pairs], list(rounded.unbind()))
 
     def state(self) -> dict[str, Tensor]:
-        """Masters and both moments, flat."""
-        out = {"masters": self._all_masters}
+        """Masters and moments, flat."""
+        out = {"masters": self._all_masters, "momentum": self._muon.momentum}
         for k, part in enumerate(self._masters):
             out |= {f"{key}.{k}": value for key, value in self.optimizer.state[part].items()}
         return out
@@ -92,7 +104,22 @@ class MasterWeights:
             KeyError, RuntimeError: The state is of another model.
         """
         self._all_masters.copy_(state["masters"])
+        self._muon.momentum.copy_(state["momentum"])
         for k, part in enumerate(self._masters):
             keys = ("step", "exp_avg", "exp_avg_sq")
             self.optimizer.state[part] = {key: state[f"{key}.{k}"].to(part.device).clone() for key in keys}
         self.write_back()
+
+
+def _part(name: str, p: Tensor) -> int:
+    """0: Muon's. 1: AdamW's matrices. 2: vectors."""
+    return 2 if p.dim() <= 1 else int(name.endswith(_NOT_FOR_MUON))
+
+
+def _matrices(name: str, p: Tensor) -> list[tuple[int, int, int]]:
+    """What Muon takes as matrices of this parameter: (number, rows, columns); none of other parts."""
+    if _part(name, p):
+        return []
+    rows, columns = p.shape[-2:]
+    stacked = 3 if name.endswith("wqkv.weight") else 2 if name.endswith("gate_up_proj") else 1
+    return [(p.numel() // (rows * columns) * stacked, rows // stacked, columns)]

@@ -25,7 +25,7 @@ PATCH, MERGED = 14, 28  # Pixels of a patch's side, and of the square that becom
 CHUNK_FRAMES = 4
 NO_TARGET = -100
 GRIDS_IN_A_BATCH = 10
-GROWN_AT = 4500  # The batch from which on pictures have all sizes.
+GROWN_AT = 6000  # The batch from which on pictures have all sizes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def patchify(frames: Sequence[Image.Image]) -> tuple[np.ndarray, tuple[int, int,
     padded = (len(frames), height + -height % MERGED, width + -width % MERGED, 3)
     pixels = np.zeros(padded, np.uint8)
     for at, frame in enumerate(frames):
-        pixels[at, :height, :width] = np.asarray(frame.convert("RGB"))
+        pixels[at, :height, :width] = np.asarray(frame if frame.mode == "RGB" else frame.convert("RGB"))
     t, h, w = len(frames), pixels.shape[1] // PATCH, pixels.shape[2] // PATCH
     cut = pixels.reshape(t, h, PATCH, w, PATCH, 3).transpose(0, 1, 3, 5, 2, 4)
     return cut.reshape(t * h * w, 3, PATCH, PATCH), (t, h, w)
@@ -201,7 +201,7 @@ class BatchShape:
         return cls(
             num_lessons=num_lessons,
             num_seqs=num_lessons + num_lessons // 8 + 4,
-            num_tokens=100 * num_lessons + 256,
+            num_tokens=104 * num_lessons + 256,
             num_patches=120 * num_lessons + 256,
             num_media=num_lessons * 7 // 4 + 8,
         )
@@ -244,7 +244,7 @@ class LessonBatches(torch.utils.data.Dataset[Batch]):
     """Training batches by number; batch k is the same on any machine with any number of workers.
 
     A batch's pictures share a few grids: the vision tower encodes equal ones at once. The first batches have small
-    pictures, of up to 84 pixels; the limit grows to 224 at GROWN_AT. Small ones teach the same things sooner.
+    pictures, of up to 112 pixels; the limit grows to 224 at GROWN_AT. Small ones teach the same things sooner.
     """
 
     def __init__(self, packer: Packer, shape: BatchShape, *, seed: int, num_batches: int) -> None:

@@ -34,7 +34,8 @@ _HUES = {
     "white": ((0, 360), (0.0, 0.03), (0.95, 1.0)),
 }
 MIN_SIDE, MAX_SIDE, MAX_FRAME_SIDE = 56, 224, 112
-MIN_CROWD_SIDE = 84  # Of a picture with several shapes.
+CROWD = 4  # So many shapes, or more, are a crowd.
+MIN_SEVERAL_SIDE, MIN_CROWD_SIDE = 84, 112  # Of a picture with several shapes, and with a crowd.
 CELL = 28
 MIN_CONTRAST = 110  # Distance in RGB between a shape and its ground.
 _OVERSAMPLING = 4
@@ -51,6 +52,10 @@ class Thing:
     y: float
     radius: float
 
+    def matches(self, shape: str, color: str) -> bool:
+        """Whether this is meant; "shape" is any shape, "" any color."""
+        return shape in ("shape", self.shape) and color in ("", self.color)
+
 
 @dataclass(frozen=True, slots=True)
 class Scene:
@@ -62,7 +67,7 @@ class Scene:
 
     def count(self, shape: str, color: str) -> int:
         """How many things match; "shape" is any shape, "" any color."""
-        return sum(shape in ("shape", t.shape) and color in ("", t.color) for t in self.things)
+        return sum(t.matches(shape, color) for t in self.things)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,7 @@ class Sizes:
 
     @classmethod
     def few(cls, rng: random.Random, count: int, most: int = MAX_SIDE) -> Sizes:
-        """`count` grids for a batch, some of them small enough for a video, some large enough for several shapes."""
+        """`count` grids for a batch, some of them small enough for a video, some large enough for a crowd."""
         bounds = [(MIN_CROWD_SIDE, most), (MIN_SIDE, min(most, MAX_FRAME_SIDE)), *[(MIN_SIDE, most)] * (count - 2)]
         sizes = [cls().draw(rng, *bound) for bound in bounds]
         return cls(tuple((-(-width // CELL), -(-height // CELL)) for width, height in sizes))

@@ -40,18 +40,18 @@ from .quantize import quantize_checkpoint
 from .router_balance import RouterBalance
 
 SEED = 0
-MINUTES = 7.0
-PACE_STEP = 1000  # Where the number of steps is set, from the pace so far.
-MAX_STEPS = 50_000
-LESSONS_A_STEP = 320
-PEAK_LEARNING_RATE = 6e-4
+MINUTES = 7.7
+PACE_EVERY = 500  # Steps after which their number is set anew from their pace, until the learning rate falls.
+MAX_STEPS = 100_000
+LESSONS_A_STEP = 256
+PEAK_LEARNING_RATE = 1e-3
 WARMUP_STEPS = 200
 BRANCH_SCALE = 0.3  # Of fresh weights that add to a residual stream, beside 1 / sqrt(number of blocks).
 DECAY_FROM = 0.5  # Share of the steps after which the learning rate falls.
 FINAL_SHARE = 0.01  # Of the peak, at the last step.
 BIAS_RATE = 1e-3
 GRID_FROM = 0.8  # Share of the steps after which the experts are held on the int4 grid.
-LOG_EVERY, EVALUATE_EVERY, SAVE_EVERY = 50, 1000, 2000
+LOG_EVERY, EVALUATE_EVERY, SAVE_EVERY = 100, 1000, 5000
 CURVE_QUESTIONS = 500
 
 
@@ -144,11 +144,15 @@ class Training:
         self.history["load"].append(self.balance.take_load())
 
     @torch.no_grad()
-    def evaluate(self, lessons: list[Lesson], packer: Packer) -> dict[str, float]:
-        """Share of the lessons whose every learned token is the likeliest one, by kind; added to the history."""
+    def evaluate(self, lessons: list[Lesson], batch: Batch) -> dict[str, float]:
+        """Share of the lessons whose every learned token is the likeliest one, by kind; added to the history.
+
+        Args:
+            batch: The lessons, packed.
+        """
         self.model.eval()
         right: dict[str, list[bool]] = defaultdict(list)
-        batch = packer.pack(lessons).to(self.device)
+        batch = batch.to(self.device)
         best = batch_logits(self.model, batch).argmax(-1)
         wrong = ((best != batch.targets) & (batch.targets != NO_TARGET)).tolist()
         bounds = batch.cu_seqlens.tolist()
@@ -203,6 +207,7 @@ def run(training: Training, tokenizer: Tokenizer, args: argparse.Namespace) -> N
     """Learns until the last step; logs to stderr, saves to args.out."""
     packer, state_path = Packer(tokenizer), args.out / "state.safetensors"
     questions = list(exam(CURVE_QUESTIONS))
+    packed_questions = packer.pack(questions)
     batches = LessonBatches(packer, BatchShape.of(args.lessons), seed=SEED, num_batches=MAX_STEPS)
     loader = torch.utils.data.DataLoader(
         batches,
@@ -213,24 +218,33 @@ def run(training: Training, tokenizer: Tokenizer, args: argparse.Namespace) -> N
         pin_memory=training.device.type == "cuda",
     )
     clock = time.monotonic() - training.seconds
-    for batch in loader:
+    first_step, paced, waited = training.step, training.seconds, 0.0
+    source = iter(loader)
+    while training.step < training.steps:
+        asked = time.monotonic()
+        batch = next(source)
+        waited += time.monotonic() - asked
         training.learn(batch)
         training.seconds = time.monotonic() - clock
-        if training.step == PACE_STEP and args.steps is None:
-            training.steps = min(MAX_STEPS, int(60 * args.minutes / training.seconds * PACE_STEP))
-            say(f"{training.steps} steps will take {args.minutes:g} minutes")
+        if training.step % PACE_EVERY == 0 and args.steps is None:
+            pace, paced = (training.seconds - paced) / PACE_EVERY, training.seconds
+            # Up to there the number of steps changes nothing. The first pace has the workers' start in it.
+            if training.step > max(first_step + PACE_EVERY, 0) and training.step < DECAY_FROM * training.steps:
+                left = int((60 * args.minutes - training.seconds) / pace)
+                training.steps = min(MAX_STEPS, max(training.step + left, int(training.step / DECAY_FROM)))
         is_last = training.step == training.steps
         if training.step % LOG_EVERY == 0 or is_last:
             training.log((training.step - 1) % LOG_EVERY + 1)
         if training.step % EVALUATE_EVERY == 0 or is_last:
-            accuracy = training.evaluate(questions, packer)
+            accuracy = training.evaluate(questions, packed_questions)
             exact = "  ".join(f"{kind} {100 * value:.1f}" for kind, value in accuracy.items())
             loss = training.history["loss"][-1]
-            say(f"step {training.step}/{training.steps}  loss {loss:.4f}  {exact}  {training.seconds:.0f} s")
-        if training.step % SAVE_EVERY == 0:
+            say(
+                f"step {training.step}/{training.steps}  loss {loss:.4f}  {exact}  {training.seconds:.0f} s, "
+                f"{waited:.0f} s of them waiting for lessons"
+            )
+        if training.step % SAVE_EVERY == 0 or is_last:
             training.save(state_path)
-        if is_last:
-            break
 
 
 def finish(training: Training, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
