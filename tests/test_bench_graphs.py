@@ -111,6 +111,6 @@ def test_the_benchmark_runs_through_and_writes_what_it_promises(bench, monkeypat
     assert result["breakable_cuda_graphs"]["survives_churn"] is True
     assert result["piecewise_over_full"].keys() == {"8", "16"}
     split = result["host_at_8"]
-    assert result["host_us_per_layer"] == max(split[kind]["us_per_layer"] for kind in ("whole_bucket", "with_padding"))
+    assert 0 < result["host_us_per_layer"] == split["whole_bucket"]["us_per_layer"]
     assert split["whole_bucket"]["attention_us_per_layer"] > 0
     assert "pieces/full" in capsys.readouterr().out
