@@ -226,7 +226,7 @@ def pyplot() -> Any:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams |= {"figure.dpi": 90, "figure.constrained_layout.use": True, "axes.grid": True, "grid.alpha": 0.3}
+    plt.rcParams |= {"figure.dpi": 80, "figure.constrained_layout.use": True, "axes.grid": True, "grid.alpha": 0.3}
     return plt
 
 

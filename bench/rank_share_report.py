@@ -1,8 +1,15 @@
-"""Tables and plots of what rank_share.py measured. Knows no GPU and no model."""
+"""Tables and plots of what rank_share.py measured. Knows no GPU and no model.
+
+    python bench/rank_share_report.py bench/results/rank_share_DATE.json
+
+prints the README's table of a result.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +41,7 @@ def by_kind(kernels: Sequence[dict[str, Any]], layers: int) -> dict[str, float]:
 def plot_times(result: dict[str, Any], path: Path) -> None:
     """Prefill and decode against size: ours, the floor, and the peers'."""
     plt = pyplot()
-    figure, panels = plt.subplots(1, 2, figsize=(10, 4))
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6))
     for panel, phase, graphs in zip(panels, ("prefill", "decode"), ("piecewise", "full"), strict=True):
         rows = [r for r in result["rows"] if r["phase"] == phase]
         for label, mode, key, style in (
@@ -58,7 +65,10 @@ def plot_times(result: dict[str, Any], path: Path) -> None:
         panel.set_title(title)
         sizes = sorted({r["tokens"] for r in rows})
         panel.set_xticks(sizes, labels=[str(n) for n in sizes])
-    panels[0].legend(fontsize=7)
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_minor_formatter("{x:g}")
+        panel.tick_params(axis="y", which="both", labelsize=7)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=7)
     figure.suptitle(
         f"rank 1 of {result['tp']}, {result['layers']} layers, no collectives; {result['date']}, {result['commit']}",
         fontsize=9,
@@ -70,7 +80,7 @@ def plot_times(result: dict[str, Any], path: Path) -> None:
 def plot_layer(result: dict[str, Any], path: Path) -> None:
     """Where a layer's time goes, a bar for each size: microseconds of GPU time by kind of kernel."""
     plt = pyplot()
-    figure, panel = plt.subplots(figsize=(10, 4))
+    figure, panel = plt.subplots(figsize=(9, 3.6))
     parts = {name: by_kind(kernels, result["layers"]) for name, kernels in result["profiles"].items()}
     bottom = [0.0] * len(parts)
     for kind in [*(kind for kind, _ in KINDS), "other"]:
@@ -131,3 +141,32 @@ def print_report(result: dict[str, Any], profiles: dict[str, list[dict[str, Any]
             for r in result["rows"]
         ],
     )  # fmt: skip
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Every size's row as the README has it; transformers' times are scaled from a few layers."""
+    times: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in result["rows"]:
+        graphs = "eager" if row["mode"] == "eager" else "graphs"
+        times.setdefault((row["phase"], row["tokens"]), {})[graphs] = row
+    scaled = {(r["phase"], r["tokens"]): r["median_ms"] for r in result.get("transformers", []) if "skipped" not in r}
+    lines = [
+        "| step | tokens | eager ms | graphs ms | floor ms | vLLM 0.22.1, eager / graphs | transformers, bf16 |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for (phase, tokens), row in times.items():
+        vllm = " / ".join(f"{ms:g}" for ms in VLLM[phase].get(tokens, ()))
+        step = phase if phase == "prefill" else f"decode, context {result['context']}"
+        cells = [step, tokens, _three(row["eager"]["median_ms"]), _three(row["graphs"]["median_ms"]),
+                 _three(row["graphs"]["floor_ms"]), vllm, _three(scaled.get((phase, tokens)))]  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def _three(ms: float | None) -> str:
+    """Three digits, as tables have them."""
+    return "" if ms is None else f"{ms:.{2 if ms < 10 else 1 if ms < 1000 else 0}f}"
+
+
+if __name__ == "__main__":
+    print(markdown(json.loads(Path(sys.argv[1]).read_text())))

@@ -170,3 +170,15 @@ def test_plots_are_small_files(tmp_path):
 
     for name in ("times.png", "layer.png"):
         assert 1000 < (tmp_path / name).stat().st_size < 60_000
+
+
+def test_the_readmes_table_has_every_size_and_the_peers_there_are():
+    result = {"rows": ROWS, "context": 2048, "transformers": [{"phase": "prefill", "tokens": 64, "median_ms": 201.25}]}
+
+    lines = rank_share_report.markdown(result).splitlines()
+
+    assert lines[2:] == [
+        "| prefill | 64 | 50.0 | 20.0 | 1.00 | 104 / 29.6 | 201.2 |",
+        "| prefill | 512 | 40.0 | 30.0 | 1.00 |  |  |",
+        "| decode, context 2048 | 1 | 50.0 | 5.00 | 1.00 | 106 / 7.05 |  |",
+    ]
