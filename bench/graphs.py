@@ -145,6 +145,7 @@ class PrefillStep:
     """
 
     def __init__(self, share: Share, decoder: GraphedDecoder, steps: Steps, tokens: int, bucket: int) -> None:
+        torch.manual_seed(tokens)  # Steps of one size have the same tokens, which reach the same experts.
         ids, batch = steps.prefill(tokens)
         embeds = share.model.language_model.model.embed_tokens(ids)
         self._decoder, self._tokens, self._bucket = decoder, tokens, bucket
@@ -291,6 +292,29 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure.savefig(path)
 
 
+@contextmanager
+def one_stream() -> Iterator[None]:
+    """Forwards inside the block keep the shared expert of short steps on the one stream: graphs without branches."""
+    from kimi_k25.layers import fused_moe
+
+    kept, fused_moe.MAX_TOKENS_BESIDE = fused_moe.MAX_TOKENS_BESIDE, 0
+    try:
+        yield
+    finally:
+        fused_moe.MAX_TOKENS_BESIDE = kept
+
+
+def without_branches(share: Share, step: PrefillStep, tokens: int, rounds: int) -> dict[str, Any]:
+    """The same step in graphs that are chains, in turns with `step`: what a branch in every piece costs or gives."""
+    with one_stream(), share.captured(prefill=BucketPolicy.of([tokens])) as (decoder, steps):
+        chain = PrefillStep(share, decoder, steps, tokens, tokens)
+        calls = {"pieces": chain.pieces, "full": chain.full, "branched pieces": step.pieces, "branched full": step.full}
+        timings = measure_in_turns(calls, rounds=rounds)
+        split = chain.host_split(share.config.text_config.num_hidden_layers)
+        chain.close()
+    return {"ms": {name: timing.median_ms for name, timing in timings.items()}, **split}
+
+
 def prefill_rows(
     share: Share, decoder: GraphedDecoder, steps: Steps, rounds: int
 ) -> tuple[dict[str, dict[str, float]], dict[str, Any]]:
@@ -306,6 +330,7 @@ def prefill_rows(
         if tokens == TOKENS[0]:
             split["queued_ms"] = queued_ms(calls, rounds=rounds)
             split["whole_bucket"] = step.host_split(share.config.text_config.num_hidden_layers)
+            split["without_branches"] = without_branches(share, step, tokens, rounds)
         step.close()
     step = PrefillStep(share, decoder, steps, TOKENS[0] - 3, TOKENS[0])
     split["with_padding"] = step.host_split(share.config.text_config.num_hidden_layers)
