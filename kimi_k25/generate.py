@@ -352,7 +352,7 @@ def _compile_kernels(engine: Engine) -> None:
 
     from .engine import Prompt, SamplingParams
 
-    sampling = SamplingParams(max_new_tokens=2, temperature=0)
+    sampling = SamplingParams(max_new_tokens=2, temperature=1e6, top_p=1.0)  # Any token; hardly ever one that stops.
     for exponent in range(engine.prefill_chunk.bit_length()):
         for _ in engine.generate([Prompt(input_ids=torch.zeros(2**exponent, dtype=torch.int64))], sampling):
             pass

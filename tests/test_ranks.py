@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from kimi_k25 import generate
 from kimi_k25.checkpoint import fingerprint
+from kimi_k25.engine import Engine
 from kimi_k25.generate import main
 from kimi_k25.rank_watch import ANSWER_SECONDS, GRACE_SECONDS, POLL_SECONDS, TIMEOUTS
 from kimi_k25.ranks import Ranks
@@ -262,6 +263,16 @@ def test_ranks_compare_the_content_of_pictures(tmp_path):
     generate._agree_on_files(ranks[2], [tmp_path / "none.png"])
 
     assert ranks[0].facts == ranks[1].facts != ranks[2].facts == {"the content of file 1": "unreadable"}
+
+
+def test_kernels_are_compiled_by_prompts_of_all_sizes_and_their_decode_steps():
+    engine, sizes = Engine(golden.new_model("base.fp32"), prefill_chunk=8), []
+    step = engine.decoder
+    engine.decoder = lambda embeds, batch: (sizes.append(embeds.shape[0]), step(embeds, batch))[1]
+
+    generate._compile_kernels(engine)
+
+    assert sizes == [1, 1, 2, 1, 4, 1, 8, 1]
 
 
 def test_ctrl_c_leaves_no_process_behind(tmp_path):
