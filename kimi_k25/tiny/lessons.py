@@ -74,11 +74,13 @@ class Teacher:
 
     Attributes:
         part: "train" or "test": which scans of digits, and which wordings of arithmetic. Training scans are distorted.
+        most_things: In one picture.
     """
 
     rng: random.Random
     part: str = "train"
     sizes: scenes.Sizes = field(default_factory=scenes.Sizes)
+    most_things: int = MAX_COUNT
     _labels: Any = field(init=False)
     _scans: Any = field(init=False)
     _order: Iterator[int] = field(init=False, default_factory=itertools.count)
@@ -167,7 +169,7 @@ class Teacher:
             ]
             return [scenes.draw(scene, rng) for scene in pair], questions[:count]
         shape, color = rng.choice((*SHAPES, "shape")), rng.choice((*COLORS, *[""] * 12))
-        numbers = _numbers(rng)
+        numbers = _numbers(rng, min(5, self.most_things))
         pair = [self._several(self._exactly(shape, color, number)) for number in numbers]
         questions = [self._more(topic, pair, shape, color)]
         for _ in range(count - 1):  # Other questions on the same pictures, a count in one of them among them.
@@ -211,7 +213,7 @@ class Teacher:
         """A picture of several shapes, asked about `topic` first."""
         rng = self.rng
         while True:
-            number = rng.randint(1 if topic == "count" else 2, MAX_COUNT)
+            number = rng.randint(1 if topic == "count" else 2, self.most_things)
             scene = self._several(scenes.random_kinds(rng, number))
             found = self._about_several(scene, topic)
             if found is not None:
@@ -362,12 +364,12 @@ def _unique_names(scene: scenes.Scene) -> list[tuple[str, scenes.Thing]]:
     return named
 
 
-def _numbers(rng: random.Random) -> tuple[int, int]:
-    """Two counts from 1 to 5, equal in a third of all cases."""
-    first = rng.randint(1, 5)
+def _numbers(rng: random.Random, most: int) -> tuple[int, int]:
+    """Two counts from 1 to `most`, equal in a third of all cases."""
+    first = rng.randint(1, most)
     if rng.random() < 1 / 3:
         return first, first
-    second = rng.choice([n for n in range(1, 6) if n != first])
+    second = rng.choice([n for n in range(1, most + 1) if n != first])
     return first, second
 
 

@@ -19,13 +19,15 @@ from torch import Tensor
 
 from ..tokenizer import Tokenizer
 from .lessons import Lesson, Teacher, Turn, Video
+from .questions import MAX_COUNT
 from .scenes import MAX_SIDE, MIN_CROWD_SIDE, Sizes
 
 PATCH, MERGED = 14, 28  # Pixels of a patch's side, and of the square that becomes one token.
 CHUNK_FRAMES = 4
 NO_TARGET = -100
 GRIDS_IN_A_BATCH = 10
-GROWN_AT = 6000  # The batch from which on pictures have all sizes.
+GROWN_AT = 6000  # The batch from which on pictures have all sizes and all numbers of shapes.
+FIRST_THINGS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,7 @@ class BatchShape:
             num_lessons=num_lessons,
             num_seqs=num_lessons + num_lessons // 8 + 4,
             num_tokens=104 * num_lessons + 256,
-            num_patches=120 * num_lessons + 256,
+            num_patches=132 * num_lessons + 256,
             num_media=num_lessons * 7 // 4 + 8,
         )
 
@@ -244,7 +246,8 @@ class LessonBatches(torch.utils.data.Dataset[Batch]):
     """Training batches by number; batch k is the same on any machine with any number of workers.
 
     A batch's pictures share a few grids: the vision tower encodes equal ones at once. The first batches have small
-    pictures, of up to 112 pixels; the limit grows to 224 at GROWN_AT. Small ones teach the same things sooner.
+    pictures, of up to 112 pixels, with up to FIRST_THINGS shapes; both limits grow until GROWN_AT. Small ones teach the
+    same things sooner.
     """
 
     def __init__(self, packer: Packer, shape: BatchShape, *, seed: int, num_batches: int) -> None:
@@ -257,7 +260,8 @@ class LessonBatches(torch.utils.data.Dataset[Batch]):
         rng = random.Random(f"lessons {self._seed} {k}")
         grown = min(1.0, k / GROWN_AT)
         most = round(MIN_CROWD_SIDE + (MAX_SIDE - MIN_CROWD_SIDE) * grown)
-        teacher = Teacher(rng, sizes=Sizes.few(rng, GRIDS_IN_A_BATCH, most))
+        most_things = FIRST_THINGS + int((MAX_COUNT - FIRST_THINGS) * grown)
+        teacher = Teacher(rng, sizes=Sizes.few(rng, GRIDS_IN_A_BATCH, most), most_things=most_things)
         packed = (self._packer.pack_one(teacher.lesson()) for _ in itertools.count())
         short = (one for one in packed if len(one.ids) <= self._shape.max_seqlen)
         return self._packer.join(self._shape.fill(short, *self._packer.padding_ids))

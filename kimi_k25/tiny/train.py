@@ -51,7 +51,7 @@ DECAY_FROM = 0.5  # Share of the steps after which the learning rate falls.
 FINAL_SHARE = 0.01  # Of the peak, at the last step.
 BIAS_RATE = 1e-3
 GRID_FROM = 0.8  # Share of the steps after which the experts are held on the int4 grid.
-LOG_EVERY, EVALUATE_EVERY, SAVE_EVERY = 100, 1000, 5000
+LOG_EVERY, EVALUATE_EVERY, SAVE_EVERY = 200, 1000, 5000
 CURVE_QUESTIONS = 500
 
 
