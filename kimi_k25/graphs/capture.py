@@ -196,7 +196,7 @@ class _Pieces:
 
 @dataclass(slots=True)
 class Captured:
-    """A forward as calls, run in order by a replay. `output` is `(num_rows, hidden)`, overwritten by each."""
+    """A forward as calls. `output` is `(num_rows, hidden)`, overwritten by each replay."""
 
     calls: list[Callable[[], object]]
     output: Tensor
@@ -204,6 +204,7 @@ class Captured:
     nbytes: int = 0
 
     def replay(self) -> None:
+        """Run the calls in order."""
         for call in self.calls:
             call()
 
