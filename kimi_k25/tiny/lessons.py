@@ -146,8 +146,8 @@ class Teacher:
         rng = self.rng
         if rng.random() < 0.5:
             return self._scene(rng.choice(("side", "height")), count)
-        if self.part == "train" and rng.random() < 0.5:  # One thing's place among several, on the way to comparing two.
-            return self._scene("place", count)
+        if self.part == "train" and rng.random() < 0.6:  # One thing among several, on the way to comparing two.
+            return self._scene(rng.choice(("place", "distance")), count)
         place = rng.choice(PLACES)
         scene = self._single(place)
         thing = scene.things[0]
@@ -264,11 +264,18 @@ class Teacher:
         if topic == "place":
             clear = [(name, thing) for name, thing in names if _is_clear(thing.x) and _is_clear(thing.y)]
             return ask(topic, _place(clear[0][1]), rng, named=True, thing=clear[0][0]) if clear else None
+        if topic == "distance":  # For training only: half the way to comparing two.
+            if not names:
+                return None
+            (name, thing), (axis, origin) = names[0], rng.choice([*_ORIGIN.items()])
+            text = style(f"How far from the {origin} is the {name}, from 0 to 9?", rng)
+            distance = _tenth(thing.x if axis == "side" else thing.y)
+            return Question("position", text, distance, REASONING["place"])
         for (a, first), (b, second) in itertools.pairwise(names):
             at, other = (first.x, second.x) if topic == "side" else (first.y, second.y)
             if abs(at - other) > MIN_GAP:
                 answer = ("left", "right") if topic == "side" else ("above", "below")
-                places = f"From the {_ORIGIN[topic]}: the {a} {int(10 * at)}, the {b} {int(10 * other)}."
+                places = f"From the {_ORIGIN[topic]}: the {a} {_tenth(at)}, the {b} {_tenth(other)}."
                 return ask(topic, answer[at > other], rng, reasoning=places, a=a, b=b)
         return None
 
@@ -339,13 +346,18 @@ class Teacher:
 # How often a lesson begins with each kind; in KINDS' order, which the seed's draws depend on.
 _TRAINING_WEIGHTS = (22, 3, 6, 17, 22, 16, 7, 3, 4)
 # What else is asked about several shapes; what is hard is asked more often.
-_SCENE_TOPICS = ("count", "count", "count", "color", "shape_of_color", "place", *("side", "height") * 2)
+_SCENE_TOPICS = ("count", "count", "count", "color", "shape_of_color", "place", "distance", *("side", "height") * 2)
 _ORIGIN = {"side": "left", "height": "top"}
 MIN_GAP = 0.2  # Of the picture's width or height, between two things one of which is left of or above the other.
 
 
 def _place(thing: scenes.Thing) -> str:
     return scenes.place_name(thing.x, thing.y)
+
+
+def _tenth(fraction: float) -> str:
+    """How far from the left or the top, from 0 to 9."""
+    return str(min(9, int(10 * fraction)))
 
 
 def _is_clear(fraction: float) -> bool:
