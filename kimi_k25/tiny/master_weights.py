@@ -31,8 +31,8 @@ class MasterWeights:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # Three parts: Muon's; AdamW's matrices, which decay; vectors, which don't.
-        named = sorted(model.named_parameters(), key=lambda pair: _part(*pair))
+        # Three parts: Muon's, routed experts first; AdamW's matrices, which decay; vectors, which don't.
+        named = sorted(model.named_parameters(), key=lambda pair: (_part(*pair), not _is_expert(pair[0])))
         params = [p for _, p in named]
         lengths = [sum(p.numel() for name, p in named if _part(name, p) == part) for part in range(3)]
         self._values = torch.cat([p.detach().flatten() for p in params])
@@ -46,13 +46,11 @@ class MasterWeights:
             part.grad = grad
         self._all_masters = masters
         self.experts_on_grid = False
-        self._experts: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}  # (value, master) by shape
+        self._num_in_experts = sum(p.numel() for name, p in named if _is_expert(name))
         sizes = [p.numel() for p in params]
-        views = zip(named, self._values.split(sizes), self._grads.split(sizes), masters.split(sizes), strict=True)
-        for (name, p), value, grad, master in views:
+        views = zip(params, self._values.split(sizes), self._grads.split(sizes), strict=True)
+        for p, value, grad in views:
             p.data, p.grad = value.view(p.shape), grad.view(p.shape)
-            if ".mlp.experts." in name:
-                self._experts.setdefault(p.shape, []).append((p.data, master.view(p.shape)))
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": [self._masters[0]], "weight_decay": WEIGHT_DECAY},
@@ -85,9 +83,8 @@ class MasterWeights:
         """Rounds the masters into the model."""
         self._values.copy_(self._all_masters)
         if self.experts_on_grid:
-            for pairs in self._experts.values():
-                rounded = on_grid(torch.stack([master for _, master in pairs]))
-                torch._foreach_copy_([value for value, _ in pairs], list(rounded.unbind()))
+            n = self._num_in_experts  # Their rows are whole groups: one after another they are one long row.
+            self._values[:n].copy_(on_grid(self._all_masters[:n]))
 
     def state(self) -> dict[str, Tensor]:
         """Masters and moments, flat."""
@@ -109,6 +106,10 @@ class MasterWeights:
             keys = ("step", "exp_avg", "exp_avg_sq")
             self.optimizer.state[part] = {key: state[f"{key}.{k}"].to(part.device).clone() for key in keys}
         self.write_back()
+
+
+def _is_expert(name: str) -> bool:
+    return ".mlp.experts." in name
 
 
 def _part(name: str, p: Tensor) -> int:

@@ -40,7 +40,7 @@ from .quantize import quantize_checkpoint
 from .router_balance import RouterBalance
 
 SEED = 0
-MINUTES = 7.7
+MINUTES = 7.3
 PACE_EVERY = 500  # Steps after which their number is set anew from their pace, until the learning rate falls.
 MAX_STEPS = 100_000
 LESSONS_A_STEP = 256
