@@ -186,6 +186,7 @@ def engines(model: KimiK25ForConditionalGeneration, prefill: Sequence[int]) -> I
     longest = 2 * CHUNK + 1024
     graphed, runner = graphed_engine(model, plan=plan, max_seq_len=longest)
     print(runner.describe(), flush=True)
+    graphed.prefill_chunk = CHUNK
     try:
         yield {"off": Engine(model, prefill_chunk=CHUNK), "on": graphed}
     finally:

@@ -90,3 +90,13 @@ def test_a_model_loaded_through_it_is_the_same(monkeypatch, name, plan, dtype):
     whole = sum(tensor.nbytes for tensor in expected.values())
     if dtype == torch.bfloat16:
         assert sum(filled) == whole if plan.tp == 1 else 0.6 * whole < sum(filled) < whole
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["tiny_bf16", "tiny_int4"])
+def test_a_model_on_a_gpu_has_the_files_bytes(name):
+    expected = load_model(ORACLE / name, dtype=torch.bfloat16).state_dict()
+
+    found = load_model(ORACLE / name, "cuda").state_dict()
+
+    assert all(torch.equal(found[key].cpu(), expected[key]) for key in expected)
