@@ -229,12 +229,17 @@ class ImageProcessor:
     def _patches(self, padded: np.ndarray) -> np.ndarray:
         import numpy as np
 
-        pixels = (padded / 255.0).astype(np.float32)
-        pixels -= np.array(self.config.image_mean)  # in float64, each step rounded to float32, as in the original
-        pixels *= 1.0 / np.array(self.config.image_std)
-        patch, (t, height, width, _) = self.config.patch_size, pixels.shape
-        pixels = pixels.reshape(t, height // patch, patch, width // patch, patch, 3)
-        return np.ascontiguousarray(pixels.transpose(0, 1, 3, 5, 2, 4)).reshape(-1, 3, patch, patch)
+        # A value depends on grey level and channel alone: the steps are done on a table of all of them, and looked up.
+        table = (np.arange(256)[:, None].repeat(3, 1) / 255.0).astype(np.float32)
+        table -= np.array(self.config.image_mean)  # in float64, each step rounded to float32, as in the original
+        table *= 1.0 / np.array(self.config.image_std)
+        patch, (t, height, width, _) = self.config.patch_size, padded.shape
+        levels = padded.reshape(t, height // patch, patch, width // patch, patch, 3)
+        levels = np.ascontiguousarray(levels.transpose(0, 1, 3, 5, 2, 4)).reshape(-1, 3, patch, patch)
+        pixels = np.empty(levels.shape, np.float32)
+        for channel in range(3):
+            pixels[:, channel] = table[:, channel][levels[:, channel]]
+        return pixels
 
 
 def _rgb(image: Any, name: str) -> Image:
