@@ -108,9 +108,12 @@ class RankWatch:
             if (now := self._num_collectives()) != collectives:
                 collectives, self._since = now, time.monotonic()
             is_over = time.monotonic() - self._since > TIMEOUTS[self._phase]
-            with suppress(RuntimeError):  # The store is gone; whoever needs it will say so.
+            try:
                 if is_over or self._store.check(["stuck"]):
                     self._say_who_is_stuck(TIMEOUTS[self._phase])
+            except RuntimeError:
+                if not self._has_left.wait(GRACE_SECONDS):
+                    self._end(self.rank, "the store that ranks meet at is gone, and torchrun with it")
 
     def _say_who_is_stuck(self, seconds: float) -> None:
         """Ends the run for the rank that is furthest behind: the others wait in a collective that it has not begun."""

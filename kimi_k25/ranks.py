@@ -74,16 +74,17 @@ class Ranks:
         """This rank's share of a model, over NCCL on GPUs and gloo on CPUs. From here on a rank that dies is missed."""
         if self.size == 1:
             return ParallelPlan(ep=ep)
-        device_type = torch.device(device).type
+        own = torch.device(device)
         dist.init_process_group(
-            "nccl" if device_type == "cuda" else "gloo",
+            "nccl" if own.type == "cuda" else "gloo",
             store=self._store,
             rank=self.rank,
             world_size=self.size,
             timeout=timedelta(seconds=TIMEOUTS["loading"]),
+            device_id=own if own.type == "cuda" else None,  # NCCL connects at once: not after half an hour of loading.
         )
         self._watch.watch_neighbour()
-        mesh = dist.init_device_mesh(device_type, (self.size,), mesh_dim_names=("tp",))
+        mesh = dist.init_device_mesh(own.type, (self.size,), mesh_dim_names=("tp",))
         return ParallelPlan(tp=self.size, ep=ep, rank=mesh.get_local_rank("tp"), group=mesh.get_group("tp"))
 
     def ready(self) -> None:
