@@ -311,46 +311,50 @@ def main(argv: Sequence[str] | None = None) -> None:
     require_extras(("triton", "triton"))
     from kimi_k25.fast_vision import FastVisionEncoder
 
-    failures: dict[str, str] = {}
     ceilings = Ceilings.measure()
     print(f"ceilings: {ceilings.tb_per_s:.2f} TB/s copied, {ceilings.tflop_per_s:.0f} TFLOP/s bfloat16", flush=True)
     model, vision = build(args.layers, device)
     fast = FastVisionEncoder(model.vision_tower.encoder)
     distances = {}
     pixels, grids, _ = prepared_image(args.sizes[0], device)
+    patches = pixels.shape[0]
     distances["first size"] = check(model, fast, pixels, grids)
     mixed = torch.tensor(MIXED if device.type == "cuda" else [(2, 2, 2), (1, 2, 2)])
     noise = torch.rand(int(mixed.prod(1).sum()), 3, vision.patch_size, vision.patch_size, device=device) * 2 - 1
     distances["images and videos"] = check(model, fast, noise, mixed)
 
+    failures: dict[str, str] = {}
     rows: list[dict[str, Any]] = []
+    attention: list[dict[str, Any]] = []
+    kernels: list[dict[str, Any]] = []
+    counted = operations(vision, [patches], patches // vision.patches_per_token)
+    result = {
+        **provenance(), "ceilings": asdict(ceilings), "layers": args.layers, "distance_to_float32": distances,
+        "tflop": {key: round(value / 1e12, 3) for key, value in counted.items()}, "rows": rows,
+        "attention": attention, "profile": kernels, "failures": failures,
+    }  # fmt: skip
+
+    def save() -> None:
+        if args.json:
+            write_result(args.json, result)
+
     for size in args.sizes:
         with apart(f"tower {size[0]}x{size[1]}", failures):
             rows += measure_size(
                 model, vision, size, ceilings, device, rounds=args.rounds, cudnn=device.type == "cuda"
             )
-    attention: list[dict[str, Any]] = []
-    for lengths in ([pixels.shape[0]], [2304] * 8) if device.type == "cuda" else ([8, 8],):
+        save()
+    for lengths in ([patches], [2304] * 8) if device.type == "cuda" else ([8, 8],):
         with apart(f"attention over {len(lengths)} items", failures):
             attention += measure_attention(
                 lengths, vision, ceilings, device, rounds=args.rounds, jit=args.jit
             )
-    kernels: list[dict[str, Any]] = []
+        save()
     if device.type == "cuda":
         with apart("profile", failures), torch.inference_mode():
-            kernels = profile_kernels(lambda: model(pixels, grids), calls=2)
-    if args.json:
-        kept = [k | {"kernel": k["kernel"][:90], "us": round(k["us"], 1)} for k in kernels[:16]]
-        write_result(
-            args.json,
-            {
-                **provenance(), "ceilings": asdict(ceilings), "layers": args.layers, "distance_to_float32": distances,
-                "operations": {k: round(v / 1e12, 3) for k, v in operations(
-                    vision, [pixels.shape[0]], pixels.shape[0] // vision.patches_per_token).items()},
-                "rows": rows, "attention": attention, "profile": kept, "failures": failures,
-            },
-        )  # fmt: skip
-    print_table(["us", "launches", "kernel"], [[k["us"], k["launches"], k["kernel"][:70]] for k in kernels[:16]])
+            kernels += profile_kernels(lambda: model(pixels, grids), calls=2)[:16]
+    save()
+    print_table(["us", "launches", "kernel"], [[k["us"], k["launches"], k["kernel"][:70]] for k in kernels])
     columns = ("items", "patches", "attention", "distance", "median_ms", "tflop_per_s", "share", "skipped")
     print_table(columns, [[r.get(column, "") for column in columns] for r in attention])
     columns = ("size", "tokens", "mode", "median_ms", "p10_ms", "p90_ms", "tflop_per_s", "share", "image_processing_ms",
