@@ -47,9 +47,11 @@ from kimi_k25.projector import PatchMergerMLP
 from kimi_k25.vision_tower import Grid, MoonViT3d, vision_rope
 
 MIXED: list[Grid] = [(1, 20, 34), (4, 12, 16), (1, 2, 2), (4, 12, 16), (3, 8, 30)]
-# Queries a program, keys at a time, warps, stages: what compiles for Hopper without spilling registers.
-TUNINGS = ((128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3),
-           (64, 128, 4, 2))  # fmt: skip
+# Queries a program, keys at a time, warps, stages, most registers: what compiles for Hopper without spilling them.
+TUNINGS = (
+    (128, 64, 8, 3, 128), (128, 64, 8, 2, 128), (128, 32, 8, 3, 128), (128, 64, 4, 3, None), (128, 128, 8, 2, None),
+    (64, 64, 4, 2, 128), (64, 64, 4, 3, None), (256, 64, 8, 2, None),
+)  # fmt: skip
 TOY = {"vt_hidden_size": 144, "vt_num_attention_heads": 2, "vt_intermediate_size": 64, "mm_hidden_size": 144}
 
 
@@ -111,9 +113,9 @@ def attention_alternatives(
     rows, dim = qkv.shape[0], qkv.shape[1] // 3
     scale = head_dim**-0.5
 
-    def triton(queries: int, block: int, warps: int, stages: int) -> Callable[[], Tensor]:
+    def triton(queries: int, *tuning: Any) -> Callable[[], Tensor]:
         tiles = item_tiles(lengths, qkv.device, queries)
-        return lambda: item_attention(qkv, tiles, head_dim, queries, block, warps, stages)
+        return lambda: item_attention(qkv, tiles, head_dim, queries, *tuning)
 
     def sdpa(backend: Any) -> Callable[[], Tensor]:
         def call() -> Tensor:
@@ -145,7 +147,7 @@ def attention_alternatives(
 
     tunings = TUNINGS if qkv.is_cuda else TUNINGS[:1]
     found: dict[str, Callable[[], Callable[[], Tensor]]] = {
-        f"triton 64+16, {q}/{b}/{w}/{s}": partial(triton, q, b, w, s) for q, b, w, s in tunings
+        "triton 64+16, " + "/".join(str(n or "-") for n in tuning): partial(triton, *tuning) for tuning in tunings
     }
     for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"):
         found[f"sdpa {name.split('_')[0].lower()}"] = partial(sdpa, getattr(SDPBackend, name))

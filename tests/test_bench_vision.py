@@ -43,7 +43,7 @@ def test_every_part_runs_on_a_cpu_on_a_toy(tmp_path, capsys):
     assert [row["mode"] for row in result["rows"]] == ["plain", "fused"]
     assert all(row["median_ms"] > 0 for row in result["rows"])
     ran = {row["attention"]: row.get("skipped") for row in result["attention"]}
-    assert ran["sdpa flash"] is None and ran["triton 64+16, 128/64/4/2"] is None
+    assert ran["sdpa flash"] is None and ran["triton 64+16, 128/64/8/3/128"] is None
     assert "flashinfer fa3 192/128" in ran
     assert "image_processing_ms" in capsys.readouterr().out
 

@@ -192,8 +192,8 @@ def _item_attention_kernel(
 
 @kernel_op()
 def item_attention(
-    qkv: Tensor, tiles: Tensor, head_dim: int, queries: int = QUERIES, block: int = 64, num_warps: int = 4,
-    num_stages: int = 3,
+    qkv: Tensor, tiles: Tensor, head_dim: int, queries: int = QUERIES, block: int = 64, num_warps: int = 8,
+    num_stages: int = 3, max_registers: int | None = 128,
 ) -> Tensor:  # fmt: skip
     """Bidirectional attention in which no item sees another, in one launch.
 
@@ -203,7 +203,9 @@ def item_attention(
     Args:
         qkv: (num_rows, 3 * num_heads * head_dim), contiguous: rotated queries, rotated keys, values.
         tiles: From item_tiles, for as many queries.
-        block: Keys at a time; with num_warps and num_stages, the kernel's tuning.
+        block: Keys at a time; with num_warps, num_stages and max_registers of a thread, the kernel's tuning. 128
+            registers let two programs of eight warps share a multiprocessor, so that one's exponentials run beside the
+            other's products.
 
     Returns:
         (num_rows, num_heads * head_dim).
@@ -217,14 +219,14 @@ def item_attention(
     _item_attention_kernel[(tiles.shape[0], dim // head_dim)](
         qkv, tiles, out, size, dim, head_dim**-0.5 * 1.4426950408889634,  # exp(x) is exp2(x * log2(e)).
         D=head_dim, D1=first, D2=rest, QUERIES=queries, BLOCK=block,
-        WIDEN=not qkv.is_cuda, num_warps=num_warps, num_stages=num_stages,
+        WIDEN=not qkv.is_cuda, num_warps=num_warps, num_stages=num_stages, maxnreg=max_registers,
     )  # fmt: skip
     return out
 
 
 @item_attention.register_fake
 def _(
-    qkv: Tensor, tiles: Tensor, head_dim: int, queries: int = QUERIES, block: int = 64, num_warps: int = 4,
-    num_stages: int = 3,
+    qkv: Tensor, tiles: Tensor, head_dim: int, queries: int = QUERIES, block: int = 64, num_warps: int = 8,
+    num_stages: int = 3, max_registers: int | None = 128,
 ) -> Tensor:  # fmt: skip
     return qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3)
