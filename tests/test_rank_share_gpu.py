@@ -15,7 +15,8 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("options", [(), ("--deterministic",)])
 def test_two_layers_equal_plain_pytorch(options, tmp_path):
     result = tmp_path / "result.json"
-    command = [sys.executable, str(BENCH / "rank_share.py"), "--layers", "2", "--tokens", "64,512", "--batch", "1,8"]
+    command = [sys.executable, str(BENCH / "rank_share.py"), "--layers", "2", "--tokens", "64,512", "--batch", "1,8",
+               "--peer-layers", "0"]  # fmt: skip
 
     done = subprocess.run([*command, "--rounds", "3", "--json", str(result), *options], capture_output=True, text=True)
 
