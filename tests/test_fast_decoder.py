@@ -86,10 +86,10 @@ class SlowProducts:
         e = self.experts
         return block_product(x, e.gate_up_proj_packed, e.gate_up_proj_scale, *blocks, topk, self.sizes[0])
 
-    def down(self, hidden, blocks):
-        return block_product(
-            hidden, self.experts.down_proj_packed, self.experts.down_proj_scale, *blocks, 1, self.sizes[1]
-        )
+    def down(self, gate_up, blocks):
+        gate, up = gate_up.chunk(2, -1)
+        hidden, e = torch.nn.functional.silu(gate) * up, self.experts
+        return block_product(hidden, e.down_proj_packed, e.down_proj_scale, *blocks, 1, self.sizes[1])
 
 
 def load(dtype, weights="tiny_int4"):

@@ -7,7 +7,8 @@ expert's gate and up below it, one product whose sum stays in float32. Suffixes 
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Protocol
 
 import torch
@@ -38,8 +39,8 @@ class ExpertProducts(Protocol):
     def gate_up(self, x: Tensor, blocks: Blocks, topk: int) -> Tensor:
         """(T, H) to (P, 2 I); rows of no block are undefined."""
 
-    def down(self, hidden: Tensor, blocks: Blocks) -> Tensor:
-        """(P, I) to (P, H); rows of no block are undefined."""
+    def down(self, gate_up: Tensor, blocks: Blocks) -> Tensor:
+        """SwiGLU and the second product, (P, 2 I) to (P, H); rows of no block are undefined."""
 
 
 class FusedExperts:
@@ -74,35 +75,50 @@ class FusedExperts:
 
     def __call__(self, x: Tensor, num_tokens: Tensor | None = None) -> Tensor:
         """Arguments and result are those of MixtureOfExperts.forward."""
-        rows, weights, ids, shared_out = self._rows(x, num_tokens)
-        return combine_rows(rows, weights, ids, shared_out, self.num_experts)
+        gate_up, blocks, weights, ids, shared = self._gate_up(x, num_tokens)
+        return combine_rows(self.products.down(gate_up, blocks), weights, ids, shared(), self.num_experts)
 
     def add_norm(
         self, x: Tensor, num_tokens: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """The same, then residual addition and the norm behind it: (normed, residual), the latter in place."""
-        rows, weights, ids, shared_out = self._rows(x, num_tokens)
-        return add_norm_rows(
-            rows, weights, ids, shared_out, residual, norm_weight, eps, self.num_experts
-        ), residual
+        gate_up, blocks, weights, ids, shared = self._gate_up(x, num_tokens)
+        rows = self.products.down(gate_up, blocks)
+        return add_norm_rows(rows, weights, ids, shared(), residual, norm_weight, eps, self.num_experts), residual
 
-    def _shared_beside(self, x: Tensor, scores: Tensor) -> Tensor:
-        """The shared expert on a second stream, which `_rows` waits for."""
+    def _shared(self, scores: Tensor, dtype: torch.dtype) -> Tensor:
         assert self.plain.shared_experts is not None
-        stream = _side_stream(x.device)
-        stream.wait_stream(torch.cuda.current_stream(x.device))
-        with torch.cuda.stream(stream):
-            _, hidden = swiglu_rows(x.new_empty(0, 2), scores, self.num_experts)
-            return linear(hidden, self.plain.shared_experts.down_proj.weight)
+        hidden = swiglu_rows(scores[:, self.num_experts :], dtype)
+        return linear(hidden, self.plain.shared_experts.down_proj.weight)
 
-    def _rows(self, x: Tensor, num_tokens: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Every pair's row, weights and ids, and the shared expert's rows."""
-        config, gate, shared = self.plain.gate.config, self.plain.gate, self.plain.shared_experts
+    def _shared_beside(self, scores: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
+        """The shared expert on a second stream; the call waits for it."""
+        stream = _side_stream(scores.device)
+        stream.wait_stream(torch.cuda.current_stream(scores.device))
+        with torch.cuda.stream(stream):
+            out = self._shared(scores, dtype)
+
+        def joined() -> Tensor:
+            torch.cuda.current_stream(scores.device).wait_stream(stream)
+            return out
+
+        return joined
+
+    def _gate_up(
+        self, x: Tensor, num_tokens: Tensor | None
+    ) -> tuple[Tensor, Blocks, Tensor, Tensor, Callable[[], Tensor | None]]:
+        """Every pair's gate and up, blocks for the down product, weights, ids, and what gives the shared rows."""
+        config, gate = self.plain.gate.config, self.plain.gate
         topk = config.num_experts_per_tok
         num_pairs = x.shape[0] * topk
         scores = linear(x, self.router_and_shared, float32=True)  # (T, E + 2 S)
-        beside = shared is not None and x.is_cuda and x.shape[0] <= MAX_TOKENS_BESIDE
-        shared_out = self._shared_beside(x, scores) if beside else None
+        shared: Callable[[], Tensor | None]
+        if self.plain.shared_experts is None:
+            shared = lambda: None  # noqa: E731
+        elif x.is_cuda and x.shape[0] <= MAX_TOKENS_BESIDE:
+            shared = self._shared_beside(scores, x.dtype)
+        else:
+            shared = partial(self._shared, scores, x.dtype)
         args = (scores, gate.e_score_correction_bias, num_tokens, topk, config.norm_topk_prob)
         size, down_size = self.products.block_sizes(num_pairs)
         if num_pairs <= MAX_PAIR_BLOCKS and size == down_size:
@@ -113,14 +129,7 @@ class FusedExperts:
             blocks = down_blocks = align_blocks(ids, ranks, counts, size)
             if down_size != size:
                 down_blocks = align_blocks(ids, ranks, counts, down_size)
-        gate_up = self.products.gate_up(x, blocks, topk)
-        hidden, shared_hidden = swiglu_rows(gate_up, None if shared is None or beside else scores, self.num_experts)
-        rows = self.products.down(hidden, down_blocks)
-        if beside:
-            torch.cuda.current_stream(x.device).wait_stream(_side_stream(x.device))
-        elif shared is not None:
-            shared_out = linear(shared_hidden, shared.down_proj.weight)
-        return rows, weights, ids, shared_out
+        return self.products.gate_up(x, blocks, topk), down_blocks, weights, ids, shared
 
 
 @cache
@@ -146,5 +155,5 @@ class FusedSwiGLU:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Argument and result are those of SwiGLU.forward."""
-        hidden, _ = swiglu_rows(linear(x, self.gate_up), None, 0)
+        hidden = swiglu_rows(linear(x, self.gate_up), x.dtype)
         return linear(hidden, self.plain.down_proj.weight)

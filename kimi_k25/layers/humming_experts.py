@@ -1,7 +1,7 @@
-"""The int4 experts' two products through humming-kernels, whose order of the packed words replaces the checkpoint's.
+"""The int4 experts' two products through humming-kernels and, for the width of a rank of eight, int4_down.
 
-The words are rearranged in place, so that a model's experts are in memory once, at one address. Until the weights are
-loaded again state_dict() refuses them by name. Knows no router.
+Each has an order of the packed words of its own. The words are rearranged in place, so that a model's experts are in
+memory once, at one address. Until the weights are loaded again state_dict() refuses them by name. Knows no router.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from . import int4_down
 from .flashinfer_ops import import_gpu_library
 from .moe import Int4RoutedExperts
+from .moe_kernels import swiglu_rows
 
 if TYPE_CHECKING:
     from .fused_moe import Blocks  # It imports triton, which this file does without.
@@ -138,6 +140,14 @@ class _Product:
 _product = cache(_Product)
 
 
+@torch.no_grad()
+def _rearrange_for_down_rows(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """int4_down.rearrange, some experts at a time: it needs sixteen times their memory."""
+    parts = [int4_down.rearrange(*part) for part in zip(packed.split(16), scale.split(16), strict=True)]
+    words, scales = zip(*parts, strict=True)
+    return torch.cat(words), torch.cat(scales)
+
+
 class HummingExperts:
     """The products of one layer's routed experts, over rows that stay in the order of their pairs.
 
@@ -155,6 +165,8 @@ class HummingExperts:
             packed, scale = getattr(experts, f"{name}_packed"), getattr(experts, f"{name}_scale")
             num_experts, out_size, words = packed.shape
             group_size = words * 8 // scale.shape[-1]
+            if name == "down_proj" and (words * 8, group_size) == (int4_down.INPUTS, int4_down.GROUP_SIZE):
+                continue  # int4_down's kernel, which is faster.
             self._products[name] = _product(
                 num_experts, out_size, words * 8, group_size, deterministic, packed.device
             )
@@ -173,9 +185,10 @@ class HummingExperts:
         """Rearranges freshly loaded words, in place."""
         if self.is_repacked:
             return
-        for name, product in self._products.items():
+        for name in ("gate_up_proj", "down_proj"):
             packed, scale = getattr(self.experts, f"{name}_packed"), getattr(self.experts, f"{name}_scale")
-            self._keep(name, *product.repack(packed, scale))
+            product = self._products.get(name)
+            self._keep(name, *(product.repack if product else _rearrange_for_down_rows)(packed, scale))
         self.is_repacked = True
 
     @torch.no_grad()
@@ -183,12 +196,13 @@ class HummingExperts:
         """Takes another layer's rearranged words, for benchmarks with random weights."""
         for name, product in self._products.items():
             product.adopt(other._products[name])
-            self._keep(name, *other._weights[name])
+        for name, weights in other._weights.items():
+            self._keep(name, *weights)
         self.is_repacked = True
 
     def _keep(self, name: str, weight: Tensor, scale: Tensor) -> None:
         own_packed, own_scale = getattr(self.experts, f"{name}_packed"), getattr(self.experts, f"{name}_scale")
-        self._weights[name] = own_packed.view(weight.shape), own_scale.view(scale.shape)
+        self._weights[name] = own_packed.view(weight.shape), own_scale.view(scale.dtype).view(scale.shape)
         for target, source in zip(self._weights[name], (weight, scale), strict=True):
             # Rearranging may have been no more than a view of the same memory.
             shared = target.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
@@ -201,15 +215,19 @@ class HummingExperts:
 
     def block_sizes(self, num_pairs: int) -> tuple[int, int]:
         """Rows a block of the two products, for align_blocks."""
-        return (
-            self._products["gate_up_proj"].block_size(num_pairs),
-            self._products["down_proj"].block_size(num_pairs),
-        )
+        size = self._products["gate_up_proj"].block_size(num_pairs)
+        if down := self._products.get("down_proj"):
+            return size, down.block_size(num_pairs)
+        # int4_down takes any size, but 16 rows cost it no more than 8. Few pairs have blocks of their own.
+        return size, max(size, 16) if num_pairs >= 1024 else size
 
     def gate_up(self, x: Tensor, blocks: Blocks, topk: int) -> Tensor:
         """(T, H) to (T * topk, 2 I), a row a pair; rows of no block are undefined."""
         return self._products["gate_up_proj"](x, *self._weights["gate_up_proj"], blocks, topk)
 
-    def down(self, hidden: Tensor, blocks: Blocks) -> Tensor:
-        """(P, I) to (P, H)."""
-        return self._products["down_proj"](hidden, *self._weights["down_proj"], blocks, 1)
+    def down(self, gate_up: Tensor, blocks: Blocks) -> Tensor:
+        """SwiGLU and the second product, (P, 2 I) to (P, H); rows of no block are undefined."""
+        weights = self._weights["down_proj"]
+        if product := self._products.get("down_proj"):
+            return product(swiglu_rows(gate_up, gate_up.dtype), *weights, blocks, 1)
+        return int4_down.down_rows(gate_up, *weights, *blocks)

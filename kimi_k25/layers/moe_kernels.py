@@ -234,63 +234,38 @@ def _(ids: Tensor, ranks: Tensor, counts: Tensor, block_size: int) -> tuple[Tens
 
 
 @triton.jit
-def _swiglu_kernel(
-    gate_up, shared, out, shared_out, num_rows, num_shared, shared_stride, shared_offset,
-    I: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    pid = tl.program_id(0).to(tl.int64)
-    programs = tl.cdiv(num_rows, ROWS)
-    dtype = out.dtype.element_ty
-    if pid < programs:
-        row = (pid * ROWS + tl.arange(0, ROWS))[:, None]
-        i = tl.arange(0, BLOCK_I)[None, :]
-        mask = (row < num_rows) & (i < I)
-        gate = tl.load(gate_up + row * (2 * I) + i, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(gate_up + row * (2 * I) + I + i, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out + row * I + i, (gate * tl.sigmoid(gate) * up).to(dtype), mask=mask)
-    else:
-        token = ((pid - programs) * ROWS + tl.arange(0, ROWS))[:, None]
-        j = tl.arange(0, BLOCK_S)[None, :]
-        shared_mask = (token < num_shared) & (j < S)
-        source = shared + token * shared_stride + shared_offset + j
-        shared_gate = tl.load(source, mask=shared_mask, other=0.0).to(tl.float32)
-        shared_up = tl.load(source + S, mask=shared_mask, other=0.0).to(tl.float32)
-        shared_value = (shared_gate * tl.sigmoid(shared_gate) * shared_up).to(dtype)
-        tl.store(shared_out + token * S + j, shared_value, mask=shared_mask)
+def _swiglu_kernel(gate_up, out, num_rows, stride, S: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr):
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    i = tl.arange(0, BLOCK_S)[None, :]
+    mask = (row < num_rows) & (i < S)
+    gate = tl.load(gate_up + row * stride + i, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * stride + S + i, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * S + i, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=mask)
 
 
 @kernel_op()
-def swiglu_rows(gate_up: Tensor, shared: Tensor | None, shared_offset: int) -> tuple[Tensor, Tensor]:
-    """silu(gate) * up of the routed rows, and of the shared expert's in the same launch.
+def swiglu_rows(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
+    """silu(gate) * up.
 
     Args:
-        gate_up: (P, 2 I), contiguous.
-        shared: (T, shared_offset + 2 S) of any float dtype: the shared expert's gate and up from column shared_offset
-            on; None: there is no shared expert.
+        gate_up: (num_rows, 2 S), rows contiguous, any float dtype.
 
     Returns:
-        (P, I) and (T, S), both in gate_up's dtype.
+        (num_rows, S) in `dtype`.
     """
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    num_shared = 0 if shared is None else shared.shape[0]
-    shared_size = 0 if shared is None else (shared.shape[1] - shared_offset) // 2
-    out, shared_out = gate_up.new_empty(num_rows, size), gate_up.new_empty(num_shared, shared_size)
+    assert gate_up.stride(1) == 1
+    out = gate_up.new_empty(num_rows, size, dtype=dtype)
     per_program = 4
-    _swiglu_kernel[(-(-num_rows // per_program) + -(-num_shared // per_program),)](
-        gate_up, gate_up if shared is None else shared, out, shared_out, num_rows, num_shared,
-        0 if shared is None else shared.stride(0), shared_offset,
-        I=size, S=max(shared_size, 1), ROWS=per_program, BLOCK_I=triton.next_power_of_2(size),
-        BLOCK_S=triton.next_power_of_2(max(shared_size, 1)),
-    )  # fmt: skip
-    return out, shared_out
+    _swiglu_kernel[(-(-num_rows // per_program),)](
+        gate_up, out, num_rows, gate_up.stride(0), S=size, ROWS=per_program, BLOCK_S=triton.next_power_of_2(size)
+    )
+    return out
 
 
 @swiglu_rows.register_fake
-def _(gate_up: Tensor, shared: Tensor | None, shared_offset: int) -> tuple[Tensor, Tensor]:
-    num_shared = 0 if shared is None else shared.shape[0]
-    shared_size = 0 if shared is None else (shared.shape[1] - shared_offset) // 2
-    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    return out, gate_up.new_empty(num_shared, shared_size)
+def _(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
+    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=dtype)
 
 
 @triton.jit
