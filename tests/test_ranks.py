@@ -39,6 +39,7 @@ with open(f"{os.environ['PIDS']}/{os.getpid()}", "w") as f:
     f.write(str(rank))
 args = sys.argv[1:]
 """
+IMPATIENT = "rank_watch.GRACE_SECONDS = 0.5"
 GENERATE = "sys.exit(generate.main(args))"
 
 
@@ -277,7 +278,7 @@ def test_kernels_are_compiled_by_prompts_of_all_sizes_and_their_decode_steps():
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 1), (signal.SIGKILL, -9)])  # torchrun's own codes.
 def test_torchrun_leaves_no_process_behind(tmp_path, signum, code):
-    process = start(tmp_path, golden.FOLDERS["base"], "--chat")
+    process = start(tmp_path, golden.FOLDERS["base"], "--chat", setup=IMPATIENT)
     try:
         while not re.search("graphs: eager", process.stderr.readline()):
             assert process.poll() is None
@@ -332,7 +333,7 @@ def test_two_machines_answer_as_one_rank_and_one_ends_when_the_others_rank_dies(
     asked = [golden.FOLDERS["base"], "-p", "Hello", "-n", "8", "--temperature", "0", "--no-thinking"]
     main([str(arg) for arg in asked])
     answer = capsys.readouterr().out
-    first, second = processes = start_machines(tmp_path, *asked, "--chat")
+    first, second = processes = start_machines(tmp_path, *asked, "--chat", setup=IMPATIENT)
     try:
         assert answer and first.stdout.read(len(answer)) == answer
         (victim,) = (int(path.name) for path in (tmp_path / "pids").iterdir() if path.read_text() == "1")
