@@ -298,8 +298,8 @@ def test_torchrun_leaves_no_process_behind(tmp_path, signum, code):
 IN_A_COLLECTIVE = """
 ranks = Ranks()
 ranks.plan('cpu')
-print('waits', flush=True)
 try:
+    print('waits', flush=True)
     dist.recv(torch.empty(1), 1 - rank)
 except (RuntimeError, KeyboardInterrupt):  # The other one was first.
     time.sleep(60)
@@ -310,6 +310,7 @@ def test_ctrl_c_ends_ranks_that_wait_in_a_collective(tmp_path):
     processes = start_by_hand(tmp_path, IN_A_COLLECTIVE)
     try:
         assert [process.stdout.readline() for process in processes] == ["waits\n"] * 2
+        time.sleep(0.5)
         for process in processes:
             process.send_signal(signal.SIGINT)
 
