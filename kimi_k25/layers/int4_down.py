@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dependent_launch import begin, launch_options
 from .int4 import pack_int4, unpack_int4
 from .operators import kernel_op
 
@@ -90,8 +91,9 @@ def _activation(gate_up, offsets, mask, STEP: tl.constexpr, I: tl.constexpr, PTX
 def _kernel(
     gate_up, words, scales, sorted_ids, expert_ids, num_rows, out, P, H,
     I: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, BLOCK_H: tl.constexpr,
-    TILES: tl.constexpr, PTX: tl.constexpr,
+    TILES: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     block = tl.program_id(1)  # Of SIZE rows: a block of the layout, or one of its PARTS.
     if block * SIZE >= tl.load(num_rows):
         return
@@ -157,6 +159,7 @@ def down_rows(
         gate_up, words, scales, sorted_ids, expert_ids, num_rows, out, num_pairs, hidden_size,
         I=INPUTS, SIZE=size // parts, PARTS=parts, M=rows, BLOCK_H=block_h, TILES=tiles,
         PTX=gate_up.is_cuda and gate_up.dtype == torch.bfloat16, num_warps=4, num_stages=3,
+        **launch_options(gate_up),
     )  # fmt: skip
     return out
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dependent_launch import begin, launch_options
 from .operators import kernel_op
 
 __all__ = ["absorb_queries", "attend_parts", "merge_and_project", "merge_parts", "num_key_splits"]
@@ -29,8 +30,9 @@ def _split_kernel(
     q_latent, q, cos, sin, pages, block_table, seq_lens, parts, weights, scale, table_stride,
     H: tl.constexpr, C: tl.constexpr, DN: tl.constexpr, DR: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr,
-    WIDEN: tl.constexpr,
+    WIDEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     b, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     h = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
     c = tl.arange(0, BLOCK_C)
@@ -89,8 +91,10 @@ def _split_kernel(
 
 @triton.jit
 def _merge_kernel(
-    parts, weights, out, H: tl.constexpr, C: tl.constexpr, SPLITS: tl.constexpr, BLOCK_C: tl.constexpr
+    parts, weights, out, H: tl.constexpr, C: tl.constexpr, SPLITS: tl.constexpr, BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, SPLITS)
     c = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -105,8 +109,9 @@ def _merge_kernel(
 @triton.jit
 def _absorb_kernel(
     q, kv_b, out, B, H: tl.constexpr, C: tl.constexpr, DN: tl.constexpr, DV: tl.constexpr, QK: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     h = tl.program_id(0)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     d = tl.arange(0, BLOCK_D)
@@ -121,8 +126,9 @@ def _absorb_kernel(
 @triton.jit
 def _merge_project_kernel(
     parts, weights, kv_b, out, H: tl.constexpr, C: tl.constexpr, DN: tl.constexpr, DV: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     i = tl.arange(0, SPLITS)
@@ -179,7 +185,7 @@ def attend_parts(
         H=num_heads, C=rank, DN=q.shape[2] - rope_dim, DR=rope_dim, PAGE=pages.shape[1], SPLITS=splits,
         BLOCK_H=16, BLOCK_C=max(16, triton.next_power_of_2(rank)),
         BLOCK_R=max(16, triton.next_power_of_2(rope_dim // 2)), BLOCK_L=32, WIDEN=not q.is_cuda, num_warps=4,
-        num_stages=2,
+        num_stages=2, **launch_options(q),
     )  # fmt: skip
     return parts, weights
 
@@ -201,7 +207,7 @@ def merge_parts(parts: Tensor, weights: Tensor, like: Tensor) -> Tensor:
     out = like.new_empty(num_seqs, num_heads, rank)
     block = min(128, max(16, triton.next_power_of_2(rank)))
     _merge_kernel[(num_seqs, num_heads, -(-rank // block))](
-        parts, weights, out, H=num_heads, C=rank, SPLITS=splits, BLOCK_C=block
+        parts, weights, out, H=num_heads, C=rank, SPLITS=splits, BLOCK_C=block, **launch_options(parts)
     )
     return out
 
@@ -225,7 +231,7 @@ def absorb_queries(q: Tensor, kv_b: Tensor, nope_dim: int) -> Tensor:
     block = min(32, triton.next_power_of_2(rank))
     _absorb_kernel[(num_heads, -(-rank // block))](
         q, kv_b, out, num_seqs, H=num_heads, C=rank, DN=nope_dim, DV=kv_b.shape[0] // num_heads - nope_dim,
-        QK=head_dim, BLOCK_D=triton.next_power_of_2(nope_dim), BLOCK_C=block,
+        QK=head_dim, BLOCK_D=triton.next_power_of_2(nope_dim), BLOCK_C=block, **launch_options(q),
     )  # fmt: skip
     return out
 
@@ -244,7 +250,7 @@ def merge_and_project(parts: Tensor, weights: Tensor, kv_b: Tensor, nope_dim: in
     block = min(16, triton.next_power_of_2(v_dim))
     _merge_project_kernel[(num_seqs, num_heads, -(-v_dim // block))](
         parts, weights, kv_b, out, H=num_heads, C=rank, DN=nope_dim, DV=v_dim, SPLITS=splits,
-        BLOCK_C=triton.next_power_of_2(rank), BLOCK_V=block,
+        BLOCK_C=triton.next_power_of_2(rank), BLOCK_V=block, **launch_options(parts),
     )  # fmt: skip
     return out
 

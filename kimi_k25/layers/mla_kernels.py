@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dependent_launch import begin, launch_options
 from .operators import kernel_op
 
 __all__ = ["assemble_prefill", "norm_rope_append"]
@@ -31,7 +32,9 @@ def _norm_rope_append_kernel(
     qkv_a, q_weight, kv_weight, cos, sin, slots, q_out, kv_out, pages, row_stride, eps,
     Q: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, HAS_CACHE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     source = qkv_a + row * row_stride
     if tl.program_id(1) == 0:
@@ -92,7 +95,7 @@ def norm_rope_append(
         kv if slot_mapping is None else slot_mapping, q, kv, kv if pages is None else pages, qkv_a.stride(0), eps,
         Q=q_rank, C=kv_rank, R=rope_dim,
         BLOCK_Q=triton.next_power_of_2(q_rank), BLOCK_C=triton.next_power_of_2(kv_rank),
-        BLOCK_R=triton.next_power_of_2(rope_dim // 2), HAS_CACHE=pages is not None,
+        BLOCK_R=triton.next_power_of_2(rope_dim // 2), HAS_CACHE=pages is not None, **launch_options(qkv_a),
     )  # fmt: skip
     return q, kv
 
@@ -110,8 +113,9 @@ def _(
 def _assemble_prefill_kernel(
     q, kv_b, kv, cos, sin, k,
     H: tl.constexpr, DN: tl.constexpr, DR: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)[:, None]
     j = tl.arange(0, BLOCK_R)[None, :]
@@ -154,7 +158,7 @@ def assemble_prefill(q: Tensor, kv_b: Tensor, kv: Tensor, cos: Tensor, sin: Tens
         q, kv_b, kv, cos, sin, k,
         H=num_heads, DN=nope_dim, DR=rope_dim, DV=kv_b.shape[2] - nope_dim, C=kv.shape[1] - rope_dim,
         BLOCK_H=triton.next_power_of_2(num_heads), BLOCK_N=triton.next_power_of_2(nope_dim),
-        BLOCK_R=triton.next_power_of_2(rope_dim // 2),
+        BLOCK_R=triton.next_power_of_2(rope_dim // 2), **launch_options(q),
     )  # fmt: skip
 
 

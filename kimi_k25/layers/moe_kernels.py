@@ -1,7 +1,8 @@
 """Triton kernels around the routed experts: scores to a block layout, SwiGLU, and the weighted sum of expert rows.
 
 layers/moe.py defines the results. A "pair" is one token's choice of one expert, numbered token * K + choice.
-Each is a torch operator, so that a graph tape sees it. Padding rows (from num_tokens on) get the id E and no row.
+Each is a torch operator, so that a graph tape sees it. All but align_blocks may stand where the shared expert's stream
+parts from the main one or comes back to it. Padding rows (from num_tokens on) get the id E and no row.
 
 Suffixes: T tokens, E experts, K experts a token, P = T * K pairs, H hidden_size, I moe_intermediate_size.
 """
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dependent_launch import begin, launch_options
 from .operators import kernel_op
 
 __all__ = [
@@ -30,8 +32,9 @@ __all__ = [
 def _route_kernel(
     logits, bias, num_tokens, weights, ids, ranks, counts, sorted_ids, expert_ids, num_rows, row_stride, scaling, P,
     E: tl.constexpr, K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, RENORMALISE: tl.constexpr,
-    HAS_PADDING: tl.constexpr, PAIR_BLOCKS: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr,
+    HAS_PADDING: tl.constexpr, PAIR_BLOCKS: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK_E)
     k = tl.arange(0, BLOCK_K)
@@ -80,6 +83,7 @@ def _launch_route(
         BLOCK_K=triton.next_power_of_2(ids.shape[1]), RENORMALISE=renormalise, HAS_PADDING=num_tokens is not None,
         PAIR_BLOCKS=blocks is not None, M=block_size, BLOCK_M=triton.next_power_of_2(block_size),
         num_warps=1,  # Its eight searches for the best expert then need no barrier.
+        **launch_options(logits, joins=True),
     )  # fmt: skip
 
 
@@ -165,7 +169,9 @@ def _(
 def _align_kernel(
     ids, ranks, counts, sorted_ids, expert_ids, num_rows, P, num_blocks, pair_programs,
     E: tl.constexpr, M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     pid = tl.program_id(0)
     e = tl.arange(0, BLOCK_E)
     count = tl.load(counts + e, mask=e < E, other=0)
@@ -216,7 +222,7 @@ def align_blocks(ids: Tensor, ranks: Tensor, counts: Tensor, block_size: int) ->
     _align_kernel[(pair_programs + -(-num_blocks // group),)](
         ids, ranks, counts, sorted_ids, expert_ids, num_rows, pairs, num_blocks, pair_programs,
         E=num_experts, M=block_size, BLOCK_E=triton.next_power_of_2(num_experts),
-        BLOCK_M=triton.next_power_of_2(block_size), GROUP=group,
+        BLOCK_M=triton.next_power_of_2(block_size), GROUP=group, **launch_options(ids),
     )  # fmt: skip
     return sorted_ids, expert_ids, num_rows
 
@@ -234,7 +240,10 @@ def _(ids: Tensor, ranks: Tensor, counts: Tensor, block_size: int) -> tuple[Tens
 
 
 @triton.jit
-def _swiglu_kernel(gate_up, out, num_rows, stride, S: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr):
+def _swiglu_kernel(
+    gate_up, out, num_rows, stride, S: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    begin(PDL)
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     i = tl.arange(0, BLOCK_S)[None, :]
     mask = (row < num_rows) & (i < S)
@@ -258,8 +267,9 @@ def swiglu_rows(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
     out = gate_up.new_empty(num_rows, size, dtype=dtype)
     per_program = 4
     _swiglu_kernel[(-(-num_rows // per_program),)](
-        gate_up, out, num_rows, gate_up.stride(0), S=size, ROWS=per_program, BLOCK_S=triton.next_power_of_2(size)
-    )
+        gate_up, out, num_rows, gate_up.stride(0), S=size, ROWS=per_program, BLOCK_S=triton.next_power_of_2(size),
+        **launch_options(gate_up, joins=True),
+    )  # fmt: skip
     return out
 
 
@@ -282,8 +292,9 @@ def _weighted_sum(rows, weights, ids, token, h, H, E: tl.constexpr, K: tl.conste
 @triton.jit
 def _combine_kernel(
     rows, weights, ids, shared, out, H,
-    E: tl.constexpr, K: tl.constexpr, BLOCK_H: tl.constexpr, HAS_SHARED: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, BLOCK_H: tl.constexpr, HAS_SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     acc = _weighted_sum(rows, weights, ids, token, h, H, E, K, BLOCK_H)
@@ -313,7 +324,7 @@ def combine_rows(
     block = min(1024, triton.next_power_of_2(hidden_size))
     _combine_kernel[(num_tokens, -(-hidden_size // block))](
         rows, weights, ids, rows if shared is None else shared, out, hidden_size,
-        E=num_experts, K=topk, BLOCK_H=block, HAS_SHARED=shared is not None,
+        E=num_experts, K=topk, BLOCK_H=block, HAS_SHARED=shared is not None, **launch_options(rows, joins=True),
     )  # fmt: skip
     return out
 
@@ -328,8 +339,9 @@ def _(
 @triton.jit
 def _add_norm_kernel(
     rows, weights, ids, shared, residual, norm_weight, normed, H, eps,
-    E: tl.constexpr, K: tl.constexpr, BLOCK_H: tl.constexpr, HAS_SHARED: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, BLOCK_H: tl.constexpr, HAS_SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
     acc = _weighted_sum(rows, weights, ids, token, h, H, E, K, BLOCK_H)
@@ -368,6 +380,7 @@ def add_norm_rows(
     _add_norm_kernel[(num_tokens,)](
         rows, weights, ids, rows if shared is None else shared, residual, norm_weight, normed, rows.shape[1], eps,
         E=num_experts, K=topk, BLOCK_H=block, HAS_SHARED=shared is not None, num_warps=16 if block > 4096 else 4,
+        **launch_options(rows, joins=True),
     )  # fmt: skip
     return normed
 

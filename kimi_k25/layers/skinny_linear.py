@@ -12,13 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dependent_launch import begin, launch_options
 from .operators import kernel_op
 
 __all__ = ["linear", "one_row_linear"]
 
 
 @triton.jit
-def _kernel(x, weight, out, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def _kernel(
+    x, weight, out, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    begin(PDL)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
@@ -46,8 +50,9 @@ def one_row_linear(x: Tensor, weight: Tensor, float32: bool) -> Tensor:
     block_k = min(2048 if size > 2048 else 1024, triton.next_power_of_2(size))
     block_n = max(1, min(4, 2048 // block_k))
     _kernel[(-(-columns // block_n),)](
-        x, weight, out, columns, K=size, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, num_stages=3
-    )
+        x, weight, out, columns, K=size, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, num_stages=3,
+        **launch_options(x),
+    )  # fmt: skip
     return out
 
 
