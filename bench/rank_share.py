@@ -55,6 +55,7 @@ from kimi_k25.model import KimiK25ForConditionalGeneration
 
 HIDDEN, EXPERTS, TOPK, CONTEXT = 7168, 384, 8, 2048
 INT4_STD = 4.61  # Of uniform values from -8 to 7.
+BALANCING_STEPS = 4
 
 
 def share_sizes(tp: int) -> dict[str, int]:
@@ -218,7 +219,7 @@ def floor_ms(c: TextConfig, ceilings: Ceilings, *, tokens: int, seqs: int, conte
     return ceilings.floor_ms(num_bytes, operations)
 
 
-def balanced_bias(scores: Tensor, topk: int, *, rounds: int = 60) -> Tensor:
+def balanced_bias(scores: Tensor, topk: int, *, rounds: int = 30) -> Tensor:
     """A correction bias under which every expert gets its share of these tokens.
 
     Each expert's threshold is what it exceeds as often as it should be chosen; then the busy ones step down and the
@@ -227,32 +228,39 @@ def balanced_bias(scores: Tensor, topk: int, *, rounds: int = 60) -> Tensor:
     Args:
         scores: Sigmoids, (num_tokens, num_experts).
     """
-    num_tokens, num_experts = scores.shape
-    share = topk / num_experts
+    share = topk / scores.shape[1]
     bias = -scores.float().quantile(1 - share, dim=0)
     for i in range(rounds):
-        chosen = (scores + bias).topk(topk, -1).indices
-        load = torch.bincount(chosen.flatten(), minlength=num_experts) / (num_tokens * share)
+        biased = scores + bias
+        least_chosen = biased.topk(topk, -1, sorted=False).values.amin(-1, keepdim=True)
+        load = (biased >= least_chosen).float().mean(0) / share  # No count of indices: that would wait for the GPU.
         bias = bias - 0.02 * (1 - i / rounds) * (load - 1).clamp(-1, 1)
     return bias - bias.mean()
 
 
-def balance_routers(call: Callable[[], object]) -> None:
-    """Sets every router's correction bias so that the experts share the tokens of this step, as training leaves it.
+def balance_routers(*calls: Callable[[], object]) -> None:
+    """Sets every router's correction bias so that the experts share the tokens, as training leaves it.
 
-    Random layers give all tokens a common part, which random routers turn into favourites.
+    Random layers give all tokens a common part, which random routers turn into favourites. Each step, layer by layer
+    as it goes, moves a router's bias to the mean of what balances the tokens of the steps so far. The bias of one step
+    of 4,096 tokens fits the chance in it, 85 tokens an expert: on other tokens shares differ by 11%, with the mean of
+    four steps by 6%. The same steps give the same biases.
+
+    Args:
+        calls: Steps of different random tokens, too many for route_to_pair_blocks.
     """
     from kimi_k25.layers import fused_moe
 
     route = fused_moe.route
-
-    def balanced(logits: Tensor, bias: Tensor, *args: Any) -> Any:
-        bias.copy_(balanced_bias(logits[:, : bias.shape[0]].sigmoid(), TOPK))
-        return route(logits, bias, *args)
-
-    fused_moe.route = balanced  # type: ignore[assignment]
     try:
-        call()
+        for i, call in enumerate(calls, 1):
+
+            def balanced(logits: Tensor, bias: Tensor, *args: Any, weight: float = 1 / i) -> Any:
+                bias.lerp_(balanced_bias(logits[:, : bias.shape[0]].sigmoid(), TOPK), weight)
+                return route(logits, bias, *args)
+
+            fused_moe.route = balanced  # type: ignore[assignment]
+            call()
     finally:
         fused_moe.route = route
 
@@ -437,7 +445,8 @@ def captured_share(args: argparse.Namespace, device: torch.device) -> tuple[Step
     graphed.runner.capture()
     print(graphed.runner.describe(), flush=True)
     steps = Steps(model, cache, graphed)
-    balance_routers(steps.run(steps.prefill(max([*args.tokens, CONTEXT])), graphs=False))
+    most = max([*args.tokens, CONTEXT])
+    balance_routers(*(steps.run(steps.prefill(most), graphs=False) for _ in range(BALANCING_STEPS)))
     return steps, fast, took | {"graphs": graphed.runner.describe()}
 
 

@@ -1,6 +1,7 @@
 """What the rank-share benchmark computes without a GPU: the share, the floor, balanced routers, reports."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import peers
@@ -9,6 +10,9 @@ import rank_share as rank_share_module
 import rank_share_report
 import torch
 from harness import Timing
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Read when a kernel is defined.
 
 ROWS = [
     {"phase": phase, "tokens": n, "batch": n, "mode": mode, "median_ms": ms, "p10_ms": ms, "p90_ms": ms,
@@ -82,6 +86,41 @@ def test_balanced_bias_gives_every_expert_its_share_though_scores_differ_in_mean
     unbalanced = torch.bincount(scores.topk(4, -1).indices.flatten(), minlength=96)
     assert (unbalanced == 0).sum() > 48
     assert load.min() > 0.6 and load.max() < 1.5
+
+
+def test_routers_balanced_over_several_steps_are_more_even_on_other_tokens(rank_share, monkeypatch):
+    pytest.importorskip("triton")
+    from kimi_k25.layers import fused_moe
+
+    routed = []
+    original = lambda logits, bias, *rest: routed.append((len(logits), rest))  # noqa: E731
+    monkeypatch.setattr(fused_moe, "route", original)
+    monkeypatch.setattr(rank_share, "TOPK", 4)
+    generator = torch.Generator().manual_seed(0)
+    offsets = torch.randn(2, 96, generator=generator)
+    steps = [offsets[:, None] + torch.randn(2, 512, 96, generator=generator) for _ in range(4)]
+    unseen = (offsets[0] + torch.randn(16384, 96, generator=generator)).sigmoid()
+
+    def balanced(steps):
+        biases = torch.ones(2, 96)
+
+        def forward(step):
+            for logits, bias in zip(step, biases, strict=True):
+                fused_moe.route(torch.cat([logits, torch.zeros(512, 8)], 1), bias, None, 4)
+
+        rank_share.balance_routers(*(lambda step=step: forward(step) for step in steps))
+        return biases
+
+    def unevenness(bias):
+        return torch.bincount((unseen + bias).topk(4, -1).indices.flatten(), minlength=96).float().std() / (16384 / 24)
+
+    one, four = balanced(steps[:1]), balanced(steps)
+    single = [rank_share.balanced_bias(step[1].sigmoid(), 4) for step in steps]
+
+    assert unevenness(four[0]) < 0.65 * unevenness(one[0])
+    torch.testing.assert_close(four[1], sum(single) / 4)
+    assert torch.equal(balanced(steps), four)
+    assert routed == [(512, (None, 4))] * 18 and fused_moe.route is original
 
 
 def test_percentiles_are_those_of_the_rounds(rank_share):
