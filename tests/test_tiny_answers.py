@@ -23,7 +23,7 @@ from kimi_k25.tiny.exam import exam
 from kimi_k25.tiny.lessons import Lesson, Video
 from kimi_k25.tiny.questions import UNKNOWN
 
-GREEDY = SamplingParams(max_new_tokens=40, temperature=0)
+GREEDY = SamplingParams(max_new_tokens=64, temperature=0)
 NUM_QUESTIONS = 200
 
 
@@ -72,20 +72,7 @@ def batched_answers(variant: str) -> tuple[str, ...]:
     return tuple(answers(Engine(model(variant)), questions(), at_once=50))
 
 
-@pytest.mark.parametrize(
-    ("kind", "promised"),
-    [
-        ("unknown", 0.90),
-        pytest.param(
-            "rest",
-            0.99,
-            marks=pytest.mark.xfail(
-                reason="91.8% of 2,000: position 76.8%, compare 88.4%, count 89.6%, the others 99% or more",
-                raises=AssertionError,
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("kind", "promised"), [("unknown", 0.90), ("rest", 0.99)])
 def test_held_out_questions_are_answered_as_promised(kind: str, promised: float) -> None:
     result = score(questions(), batched_answers("bfloat16"))
 
@@ -99,11 +86,6 @@ def test_digits_that_were_never_trained_on() -> None:
     result = score(lessons, answers(Engine(model()), lessons, at_once=50))
 
     assert result.promised["digit"] >= 0.97, result.mistakes
-
-
-@pytest.mark.parametrize("kind", ["color", "shape", "video", "arithmetic"])
-def test_kinds_that_keep_the_promise_of_the_rest(kind: str) -> None:
-    assert score(questions(), batched_answers("bfloat16")).accuracy[kind] >= 0.99
 
 
 def test_int4_loses_at_most_a_point() -> None:
@@ -189,12 +171,13 @@ def test_a_chat_goes_on_about_the_same_picture() -> None:
 def test_two_thousand_questions_on_a_gpu_with_graphs_as_without() -> None:
     on_gpu = load_model(architecture.FOLDER, device="cuda", dtype=torch.bfloat16)
     lessons = list(exam())
-    plan = GraphPlan(backend="cuda", prefill=BucketPolicy.prefill(1024), decode=BucketPolicy.decode(8))
-    graphed, runner = graphed_engine(on_gpu, plan=plan, max_seq_len=512, max_seqs=8)
+    plan = GraphPlan(backend="cuda", prefill=BucketPolicy.prefill(8192), decode=BucketPolicy.decode(50))
+    graphed, runner = graphed_engine(on_gpu, plan=plan, max_seq_len=512, max_seqs=50)
 
-    said = answers(graphed, lessons, at_once=8)
+    said = answers(graphed, lessons, at_once=50)
 
-    assert said == answers(Engine(on_gpu), lessons, at_once=8)
+    assert said == answers(Engine(on_gpu), lessons, at_once=50)
     assert not runner.stats()["fallbacks"]
-    assert score(lessons, said).promised["digit"] >= 0.97
+    promised = score(lessons, said).promised
+    assert promised["digit"] >= 0.97 and promised["unknown"] >= 0.90 and promised["rest"] >= 0.99
     runner.close()

@@ -1,4 +1,4 @@
-"""Asks a model the held-out questions and counts exact answers. Knows no training.
+"""Asks a model the held-out questions and counts exact answers: `python -m kimi_k25.tiny.evaluate`. Knows no training.
 
 Answers are generated greedily by the model's plain modules, a batch at a time, without a cache: slow for one question,
 fast for two thousand on a GPU.
@@ -6,20 +6,28 @@ fast for two thousand on a GPU.
 
 from __future__ import annotations
 
+import argparse
+import datetime
+import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from ..checkpoint import load_model
 from ..layers.kv_cache import AttentionBatch
 from ..model import KimiK25ForConditionalGeneration
-from ..tokenizer import Tokenizer
+from ..tokenizer import Tokenizer, load_tokenizer
+from . import architecture
+from .exam import exam
 from .lessons import Lesson
 from .packing import Batch, Packer
 from .questions import UNKNOWN
 
-MAX_NEW_TOKENS = 32
+MAX_NEW_TOKENS = 64  # The longest reasoning with its answer, a list of six shapes, has 48.
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +79,7 @@ def score(lessons: Sequence[Lesson], answers: Sequence[str]) -> Result:
 
 @torch.no_grad()
 def answer_greedily(
-    model: KimiK25ForConditionalGeneration, tokenizer: Tokenizer, lessons: Sequence[Lesson], *, batch_size: int = 500
+    model: KimiK25ForConditionalGeneration, tokenizer: Tokenizer, lessons: Sequence[Lesson], *, batch_size: int = 250
 ) -> list[str]:
     """The model's answers to the lessons' last questions, what it thinks before them left out."""
     packer = Packer(tokenizer)
@@ -122,3 +130,45 @@ def confusion_table(result: Result) -> str:
         cells = [*(answered.get(name, 0) for name in columns), other]
         lines.append(f"{right:>5} " + "".join(f"{number or '.':>6}" for number in cells))
     return "\n".join(lines)
+
+
+def examine(folder: Path, tokenizer: Tokenizer, num_questions: int, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Asks both variants in `folder`, prints what they got right, and returns it as a result's fields."""
+    questions = list(exam(num_questions))
+    results = {}
+    for name, checkpoint in (("bfloat16", folder), ("int4", folder / "int4")):
+        model = load_model(checkpoint, device=device, dtype=dtype)
+        results[name] = score(questions, answer_greedily(model, tokenizer, questions))
+    main = results["bfloat16"]
+    print(confusion_table(main))
+    for name, r in results.items():
+        print(name, "  ".join(f"{kind} {100 * value:.2f}%" for kind, value in r.accuracy.items()))
+        print(name, "  ".join(f"{kind} {100 * value:.2f}%" for kind, value in r.promised.items()))
+    return {
+        "questions": main.counts,
+        "accuracy": {name: r.accuracy for name, r in results.items()},
+        "promised": {name: r.promised for name, r in results.items()},
+        "digits_confusion": main.digits,
+        "mistakes": main.mistakes,
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m kimi_k25.tiny.evaluate", description=(__doc__ or "").split(":")[0])
+    parser.add_argument("--checkpoint", type=Path, default=architecture.FOLDER, help="its int4 variant is in int4/")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--questions", type=int, default=2000)
+    parser.add_argument("--result", type=Path, help="a training's tiny_training.json, whose answers are replaced")
+    args = parser.parse_args(argv)
+    if args.result and not args.result.is_file():
+        parser.error(f"--result {args.result} is not a file; training writes it")
+    dtype = torch.bfloat16 if args.device.startswith("cuda") else torch.float32
+    fields = examine(args.checkpoint, load_tokenizer(args.checkpoint), args.questions, args.device, dtype)
+    if args.result:
+        result = json.loads(args.result.read_text(encoding="utf-8")) | fields
+        result["examined"] = f"{datetime.date.today()}, python -m kimi_k25.tiny.evaluate --device {args.device}"
+        args.result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..checkpoint import load_model, save_checkpoint
+from ..checkpoint import save_checkpoint
 from ..config import KimiK25Config
 from ..model import KimiK25ForConditionalGeneration
 from ..tokenizer import Tokenizer, load_tokenizer
@@ -252,13 +252,8 @@ def finish(training: Training, tokenizer: Tokenizer, args: argparse.Namespace) -
     training.model.eval()
     save_checkpoint(training.model.to(torch.bfloat16), args.out)
     quantize_checkpoint(args.out, args.out / "int4")
-    questions = list(exam(args.questions))
-    results = {}
-    for name, folder in (("bfloat16", args.out), ("int4", args.out / "int4")):
-        model = load_model(folder, device=str(training.device), dtype=next(training.model.parameters()).dtype)
-        answers = evaluate.answer_greedily(model, tokenizer, questions)
-        results[name] = evaluate.score(questions, answers)
-    main = results["bfloat16"]
+    dtype = next(training.model.parameters()).dtype
+    examined = evaluate.examine(args.out, tokenizer, args.questions, str(training.device), dtype)
     result = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": "python -m kimi_k25.tiny.train "
@@ -271,11 +266,7 @@ def finish(training: Training, tokenizer: Tokenizer, args: argparse.Namespace) -
         "steps": training.steps,
         "lessons_a_step": args.lessons,
         "training_seconds": round(training.seconds, 1),
-        "questions": main.counts,
-        "accuracy": {name: r.accuracy for name, r in results.items()},
-        "promised": {name: r.promised for name, r in results.items()},
-        "digits_confusion": main.digits,
-        "mistakes": main.mistakes,
+        **examined,
         "last_load": training.history["load"][-1],
         "history": training.history,
     }
@@ -285,10 +276,6 @@ def finish(training: Training, tokenizer: Tokenizer, args: argparse.Namespace) -
         plots.plot_router(training.history, args.out / "tiny_router.png")
     else:
         say("no plots: matplotlib is not installed")
-    print(evaluate.confusion_table(main))
-    for name, r in results.items():
-        print(name, "  ".join(f"{kind} {100 * value:.2f}%" for kind, value in r.accuracy.items()))
-        print(name, "  ".join(f"{kind} {100 * value:.2f}%" for kind, value in r.promised.items()))
 
 
 def say(text: str) -> None:
