@@ -25,7 +25,17 @@ from typing import Any
 
 import torch
 from harness import apart, measure, measure_in_turns, print_table, provenance, pyplot, refuse, write_result
-from rank_share import CONTEXT, TOPK, Steps, balance_routers, build, require_room, set_fast, share_config
+from rank_share import (
+    BALANCING_STEPS,
+    CONTEXT,
+    TOPK,
+    Steps,
+    balance_routers,
+    build,
+    require_room,
+    set_fast,
+    share_config,
+)
 from torch import Tensor
 
 from kimi_k25.decoder_graphs import GraphedDecoder
@@ -84,7 +94,7 @@ class Share:
         self.cache.layers[:, 1:].normal_()
         if not deterministic:
             steps = Steps(self.model, self.cache, GraphedDecoder(self.model, self.cache, GraphPlan(backend="eager")))
-            balance_routers(steps.run(steps.prefill(BALANCED), graphs=False))
+            balance_routers(*(steps.run(steps.prefill(BALANCED), graphs=False) for _ in range(BALANCING_STEPS)))
 
     @contextmanager
     def captured(self, **plan: Any) -> Iterator[tuple[GraphedDecoder, Steps]]:

@@ -90,7 +90,7 @@ def bench(monkeypatch):
     monkeypatch.setattr(graphs, "build", lambda config, device, expert_layers: model)
     fast = SimpleNamespace(attention=[SimpleNamespace(plans=True)], experts=[])
     monkeypatch.setattr(graphs, "set_fast", lambda model, deterministic: fast)
-    monkeypatch.setattr(graphs, "balance_routers", lambda call: call())
+    monkeypatch.setattr(graphs, "balance_routers", lambda *calls: [call() for call in calls])
     monkeypatch.setattr(graphs, "PagedKVCache", functools.partial(graphs.PagedKVCache, page_size=8))
     for name, value in {
         "TOKENS": (8, 16), "ORDERED": (4, 8, 12), "LADDER": BucketPolicy.of((4, 8)), "DECODE": BucketPolicy.of((1, 2)),
