@@ -42,8 +42,6 @@ def why_not_flashinfer(model: KimiK25ForConditionalGeneration) -> str:
     shape = (text.kv_lora_rank, text.qk_head_dim, text.v_head_dim)
     if shape != (512, 192, 128):
         return f"latent and head sizes are {shape}; FlashInfer's kernels are for the published model's (512, 192, 128)"
-    if model.plan.ep > 1 and text.moe_layers:
-        return "experts are divided by number; the fast kernels are for all of them, divided by width (--ep 1)"
     try:
         import_flashinfer()
         import_gpu_library("triton", "triton")
@@ -90,7 +88,8 @@ def use_backend(
     from .fast_vision import FastVisionEncoder
     from .layers.humming_experts import HummingExperts
 
-    set_fast_decoder(model, lambda experts: HummingExperts(experts, deterministic=deterministic))
+    ep = model.plan.ep
+    set_fast_decoder(model, lambda experts: HummingExperts(experts, deterministic=deterministic, ep=ep))
     model.vision_tower.encoder.fast = FastVisionEncoder(model.vision_tower.encoder)
     return f"backend: flashinfer{', deterministic' if deterministic else ''}"
 

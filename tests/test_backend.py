@@ -11,7 +11,7 @@ from kimi_k25.backend import BackendError, use_backend
 from kimi_k25.checkpoint import load_model
 from kimi_k25.layers import flashinfer_ops
 from kimi_k25.layers.flashinfer_ops import MissingLibraryError, fused_add_rmsnorm
-from kimi_k25.layers.parallel import WHOLE, ParallelPlan
+from kimi_k25.layers.parallel import ParallelPlan
 
 ORACLE = Path(__file__).parent / "data" / "oracle"
 
@@ -61,10 +61,9 @@ def test_on_a_gpu_without_the_extra_the_line_names_it(monkeypatch):
         raise MissingLibraryError("flashinfer-python is not usable; install it with: pip", name="flashinfer-python")
 
     weight = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda"))
-    text = SimpleNamespace(kv_lora_rank=512, qk_head_dim=192, v_head_dim=128, moe_layers=(1,))
+    text = SimpleNamespace(kv_lora_rank=512, qk_head_dim=192, v_head_dim=128)
     fake = SimpleNamespace(
         config=SimpleNamespace(text_config=text),
-        plan=WHOLE,
         language_model=SimpleNamespace(lm_head=SimpleNamespace(weight=weight), model=None),
     )
     monkeypatch.setattr(backend, "import_flashinfer", missing)
@@ -72,8 +71,22 @@ def test_on_a_gpu_without_the_extra_the_line_names_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
     assert use_backend(fake, "auto") == "backend: torch (flashinfer-python is not usable; install it with: pip)"
-    fake.plan = ParallelPlan(tp=2, ep=2)
-    assert use_backend(fake, "auto").startswith("backend: torch (experts are divided by number; the fast kernels are ")
+
+
+def test_products_know_over_how_many_groups_experts_are_divided(model, monkeypatch):
+    pytest.importorskip("triton")
+    from kimi_k25 import fast_vision
+    from kimi_k25.layers import humming_experts
+
+    found = []
+    monkeypatch.setattr(backend, "why_not_flashinfer", lambda model: "")
+    monkeypatch.setattr(backend, "set_fast_decoder", lambda model, products: found.append(products("experts")))
+    monkeypatch.setattr(humming_experts, "HummingExperts", lambda experts, **kwargs: kwargs)
+    monkeypatch.setattr(fast_vision, "FastVisionEncoder", lambda encoder: None)
+    monkeypatch.setattr(model, "plan", ParallelPlan(tp=4, ep=2))
+
+    assert use_backend(model, "flashinfer", deterministic=True) == "backend: flashinfer, deterministic"
+    assert found == [{"deterministic": True, "ep": 2}]
 
 
 def test_the_fast_decoder_gets_the_models_sizes_and_its_int4_experts(monkeypatch):

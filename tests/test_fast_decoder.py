@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from gloo_ranks import run_ranks
+from random_models import make_config, randomize
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Read when a kernel is defined.
@@ -20,9 +23,12 @@ from kimi_k25.decoder_graphs import GraphedDecoder
 from kimi_k25.fast_decoder import FastDecoder
 from kimi_k25.graphs import BucketPolicy, GraphPlan
 from kimi_k25.layers import mla_decode
+from kimi_k25.layers.fused_moe import FusedExperts
 from kimi_k25.layers.int4 import dequantize_int4
 from kimi_k25.layers.kv_cache import AttentionBatch, CachedSequence, PagedKVCache
+from kimi_k25.layers.moe import MixtureOfExperts
 from kimi_k25.layers.packed import attend
+from kimi_k25.layers.parallel import WHOLE, ParallelPlan
 
 ORACLE = Path(__file__).parent / "data" / "oracle"
 
@@ -92,8 +98,8 @@ class SlowProducts:
         return block_product(hidden, e.down_proj_packed, e.down_proj_scale, *blocks, 1, self.sizes[1])
 
 
-def load(dtype, weights="tiny_int4"):
-    return load_model(ORACLE / weights, dtype=dtype).language_model
+def load(dtype, weights="tiny_int4", plan=WHOLE):
+    return load_model(ORACLE / weights, dtype=dtype, plan=plan).language_model
 
 
 def make_fast(language_model, sizes=(8, 8)):
@@ -166,6 +172,59 @@ def test_unquantised_experts_keep_the_plain_module():
 
         torch.testing.assert_close(hidden, plain.model(embeds, batch), rtol=0, atol=2e-5)
     assert not fast.experts
+
+
+def share_of(whole, config, plan):
+    """One rank's part of a mixture of experts with random weights."""
+    part = MixtureOfExperts(config, group_size=32, plan=plan)
+    first, num_local = part.first_expert or 0, part.experts.num_experts
+    share = {}
+    for name, tensor in whole.state_dict().items():
+        kind, _, rest = name.partition(".")
+        if kind == "experts":
+            tensor = tensor[first : first + num_local]
+        if rest.startswith("gate_up_proj"):  # Rows of both, then their share.
+            tensor = tensor.unflatten(1, (2, plan.expert_tp, -1))[:, :, plan.rank % plan.expert_tp].flatten(1, 2)
+        elif kind != "gate":
+            parts, dim = (plan.expert_tp, -1) if kind == "experts" else (plan.tp, int(rest.startswith("down_proj")))
+            tensor = tensor.chunk(parts, dim)[plan.rank % parts]
+        share[name] = tensor.clone()
+    part.load_state_dict(share)
+    return part
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("favoured", [None, 3], ids=["all groups", "last group"])
+@pytest.mark.parametrize(("tp", "ep"), [(2, 2), (4, 4), (4, 2)])
+@pytest.mark.parametrize("sizes", [(8, 8), (16, 8)])
+def test_groups_of_experts_are_the_plain_modules_and_add_up_to_the_whole(tp, ep, sizes, favoured):
+    config = make_config(int4=True, moe_intermediate_size=128, n_routed_experts=16).text_config
+    whole = randomize(MixtureOfExperts(config, group_size=32)).eval()
+    if favoured is not None:  # Three experts a token, all of one quarter: groups without it get no pair.
+        whole.gate.e_score_correction_bias[4 * favoured : 4 * favoured + 4] += 9.0
+    x, num_tokens = torch.randn(9, config.hidden_size), torch.tensor(7, dtype=torch.int32)
+
+    total = torch.zeros(9, config.hidden_size)
+    for rank in range(tp):
+        plain = share_of(whole, config, ParallelPlan(tp=tp, ep=ep, rank=rank))
+        part = FusedExperts(plain, SlowProducts(plain.experts, sizes))(x, num_tokens)
+        torch.testing.assert_close(part, plain(x, num_tokens), rtol=0, atol=2e-5)
+        total += part
+
+    torch.testing.assert_close(total, whole(x, num_tokens), rtol=0, atol=2e-5)
+
+
+def conversation_of_a_rank(rank, ep):
+    plan = ParallelPlan(tp=ep, ep=ep, rank=rank, group=dist.group.WORLD)
+    hidden, _ = run_conversation(make_fast(load(torch.float32, plan=plan)), torch.float32)
+    return hidden.numpy()
+
+
+def test_ranks_with_their_own_experts_give_the_plain_decoder_of_one():
+    expected, _ = run_conversation(load(torch.float32), torch.float32)
+
+    for hidden in run_ranks(2, conversation_of_a_rank, 2):
+        torch.testing.assert_close(torch.from_numpy(hidden), expected, rtol=0, atol=2e-5)
 
 
 def test_attention_is_planned_once_a_step_for_all_layers():

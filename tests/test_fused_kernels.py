@@ -222,6 +222,35 @@ def test_pair_blocks_are_route_and_align_at_once():
     check_blocks(ids, sorted_ids, expert_ids, num_rows, 8, 24)
 
 
+HERE = {"some pairs": 0.0, "no pair": -9.0, "all pairs": 9.0}  # What is added to the bias of the experts here.
+
+
+@pytest.mark.parametrize("added", HERE.values(), ids=HERE)
+@pytest.mark.parametrize("block_size", [8, 24])
+def test_a_rank_lays_out_the_pairs_of_its_experts_and_weighs_them_by_all(added, block_size):
+    logits, bias = randn(21, 30), randn(24) * 0.1
+    first, num_local = 18, 6
+    bias[first:] += added
+    count = torch.tensor([20], device=DEVICE, dtype=torch.int32)
+    args = (logits, bias, count, 4, True, 2.5)
+    whole_weights, whole_ids, *_ = route(*args)
+    expected_ids = torch.where(whole_ids < first, num_local, whole_ids - first)
+    expected_ids[20:] = num_local
+    num_present = int((expected_ids < num_local).sum())
+    assert (num_present > 0) == (added >= 0) and (num_present == 80) == (added > 0)
+
+    weights, ids, ranks, counts = route(*args, first, num_local)
+    aligned = align_blocks(ids, ranks, counts, block_size)
+    pair_weights, pair_ids, *pair_blocks = route_to_pair_blocks(*args, block_size, first, num_local)
+
+    assert torch.equal(weights, whole_weights) and torch.equal(pair_weights, whole_weights)
+    assert torch.equal(ids, expected_ids) and torch.equal(pair_ids, expected_ids)
+    assert torch.equal(counts.long(), torch.bincount(expected_ids.flatten(), minlength=7)[:num_local])
+    check_blocks(ids, *aligned, block_size, num_local)
+    check_blocks(ids, *pair_blocks, block_size, num_local)
+    assert int(pair_blocks[2]) == num_present * block_size  # No block for a pair of another rank.
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_swiglu_rows_of_a_matrix_and_of_columns_of_a_wider_one(dtype):
     gate_up, wide = randn(13, 48, dtype=dtype), randn(5, 10 + 20)
@@ -294,6 +323,7 @@ def test_every_operator_has_a_shape_without_running():
         assert (weights.dtype, ids.shape, counts.shape) == (torch.float32, (6, 4), (24,))
         assert align_blocks(ids, ranks, counts, 8)[0].shape == (24 * 8,)
         assert route_to_pair_blocks(logits, bias, None, 4, True, 1.0, 8)[2].shape == (24 * 8,)
+        assert route(logits, bias, None, 4, True, 1.0, 6, 3)[3].shape == (3,)
         rows = torch.empty(24, 32)
         assert swiglu_rows(rows, torch.bfloat16).shape == (24, 16)
         assert combine_rows(rows, weights, ids, None, 24).shape == (6, 32)

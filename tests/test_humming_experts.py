@@ -4,10 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from random_models import make_config, randomize
 
 from kimi_k25.layers import humming_experts
 from kimi_k25.layers.humming_experts import HummingExperts, RepackedWeightsError
-from kimi_k25.layers.moe import Int4RoutedExperts
+from kimi_k25.layers.moe import Int4RoutedExperts, MixtureOfExperts
+from kimi_k25.layers.parallel import ParallelPlan
 
 GROUP = 32
 
@@ -134,8 +136,46 @@ def test_sizes_are_compiled_together_and_once_for_all_layers(library):
     assert first.block_sizes(8) == (8, 8) and first.block_sizes(800) == (64, 64)
 
 
+def test_divided_experts_are_tuned_for_their_share_of_the_pairs_and_sized_for_all(library):
+    products = HummingExperts(make_experts(), ep=4)
+    products.repack()
+
+    blocks = tuple(torch.zeros(1, dtype=torch.int32) for _ in range(3))
+    products.gate_up(torch.zeros(50, 64), blocks, 3)
+
+    assert products.block_sizes(396) == (8, 8) and products.block_sizes(397) == (64, 64)
+    assert library.launched[0]["valid_shape_m"] == 150
+
+
 def test_deterministic_asks_for_kernels_that_do_not_depend_on_the_batch(library):
     products = HummingExperts(make_experts(), deterministic=True)
     products.repack()
 
     assert products._products["down_proj"].tuning(8)["invariant"] is True
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("favoured", [None, 3], ids=["all groups", "last group"])
+@pytest.mark.parametrize("num_tokens", [1, 8, 300])  # Blocks of one pair, and blocks of an expert.
+@pytest.mark.parametrize("intermediate_size", [256, 512])  # int4_down's width, and the library's.
+def test_groups_of_experts_on_a_gpu_are_the_plain_modules(intermediate_size, num_tokens, favoured):
+    from test_fast_decoder import share_of
+
+    from kimi_k25.layers.fused_moe import FusedExperts
+
+    config = make_config(
+        int4=True, hidden_size=1024, moe_intermediate_size=intermediate_size, n_routed_experts=32, num_experts_per_tok=8
+    ).text_config  # fmt: skip
+    whole = randomize(MixtureOfExperts(config, group_size=GROUP))
+    if favoured is not None:  # All of one quarter: the other groups get no pair.
+        whole.gate.e_score_correction_bias[8 * favoured : 8 * favoured + 8] += 9.0
+    x = torch.randn(num_tokens, 1024, device="cuda", dtype=torch.bfloat16)
+
+    for rank in range(4):
+        plain = share_of(whole, config, ParallelPlan(tp=4, ep=4, rank=rank)).to("cuda", torch.bfloat16)
+        expected = plain(x).float()  # Before its words are rearranged.
+        rows = FusedExperts(plain, HummingExperts(plain.experts, ep=4))(x).float()
+        # The median: a token whose eighth and ninth expert score alike may choose another one.
+        assert ((rows - expected).norm(dim=1) / expected.norm(dim=1)).median() < 2e-2
+        assert rows.isfinite().all()  # No row that nobody wrote was read.

@@ -74,6 +74,21 @@ def test_all_rows_on_one_expert():
     close(out, plain_rows(gate_up, packed, scale, ids), DTYPES[0])
 
 
+@pytest.mark.parametrize("num_present", [0, 3])
+def test_pairs_of_other_ranks_have_no_row(num_present):
+    packed, scale = make_weights()
+    ids = torch.full((20, 1), NUM_EXPERTS, dtype=torch.int32, device=DEVICE)
+    ids[5 : 5 + num_present] = 4
+    gate_up = torch.randn(20, 2 * INPUTS, device=DEVICE).to(DTYPES[0])
+    gate_up[ids[:, 0] == NUM_EXPERTS] = float("nan")
+    present = slice(5, 5 + num_present)
+
+    out = down_rows(gate_up, *rearrange(packed, scale), *blocks_of(ids, 8))[present]
+
+    if num_present:
+        close(out, plain_rows(gate_up[present], packed, scale, ids[present]), DTYPES[0])
+
+
 def test_rearranged_tensors_take_no_more_memory():
     packed, scale = make_weights()
 

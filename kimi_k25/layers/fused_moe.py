@@ -2,7 +2,8 @@
 
 Expert rows are never gathered or put back: the products find each token's row themselves and write a row a pair.
 Holds the plain module without registering it again, and one derived weight: the router's matrix with the shared
-expert's gate and up below it, one product whose sum stays in float32. Suffixes as in moe.py, P pairs.
+expert's gate and up below it, one product whose sum stays in float32. Where experts are divided by number it routes
+over all of them and computes those here. Suffixes as in moe.py, P pairs.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class ExpertProducts(Protocol):
         """Rearranges freshly loaded words, in place."""
 
     def block_sizes(self, num_pairs: int) -> tuple[int, int]:
-        """Rows a block of the two products."""
+        """Rows a block of the two products, for so many pairs of all experts."""
 
     def gate_up(self, x: Tensor, blocks: Blocks, topk: int) -> Tensor:
         """(T, H) to (P, 2 I); rows of no block are undefined."""
@@ -55,7 +56,7 @@ class FusedExperts:
         assert plain.gate.config.n_group == 1
         self.plain, self.products = plain, products
         router = plain.gate.weight
-        self.num_experts = router.shape[0]
+        self.num_experts, self.num_local = router.shape[0], plain.experts.num_experts
         shared_size = 0 if plain.shared_experts is None else plain.shared_experts.gate_proj.weight.shape[0]
         self._sizes = [self.num_experts, shared_size, shared_size]
         self.router_and_shared = torch.empty(
@@ -76,7 +77,7 @@ class FusedExperts:
     def __call__(self, x: Tensor, num_tokens: Tensor | None = None) -> Tensor:
         """Arguments and result are those of MixtureOfExperts.forward."""
         gate_up, blocks, weights, ids, shared = self._gate_up(x, num_tokens)
-        return combine_rows(self.products.down(gate_up, blocks), weights, ids, shared(), self.num_experts)
+        return combine_rows(self.products.down(gate_up, blocks), weights, ids, shared(), self.num_local)
 
     def add_norm(
         self, x: Tensor, num_tokens: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
@@ -84,7 +85,7 @@ class FusedExperts:
         """The same, then residual addition and the norm behind it: (normed, residual), the latter in place."""
         gate_up, blocks, weights, ids, shared = self._gate_up(x, num_tokens)
         rows = self.products.down(gate_up, blocks)
-        return add_norm_rows(rows, weights, ids, shared(), residual, norm_weight, eps, self.num_experts), residual
+        return add_norm_rows(rows, weights, ids, shared(), residual, norm_weight, eps, self.num_local), residual
 
     def _shared(self, scores: Tensor, dtype: torch.dtype) -> Tensor:
         assert self.plain.shared_experts is not None
@@ -119,13 +120,16 @@ class FusedExperts:
             shared = self._shared_beside(scores, x.dtype)
         else:
             shared = partial(self._shared, scores, x.dtype)
-        args = (scores, gate.e_score_correction_bias, num_tokens, topk, config.norm_topk_prob)
+        args = (
+            scores, gate.e_score_correction_bias, num_tokens, topk, config.norm_topk_prob, config.routed_scaling_factor,
+        )  # fmt: skip
+        local = (self.plain.first_expert or 0, self.num_local)
         size, down_size = self.products.block_sizes(num_pairs)
         if num_pairs <= MAX_PAIR_BLOCKS and size == down_size:
-            weights, ids, *rest = route_to_pair_blocks(*args, config.routed_scaling_factor, size)
+            weights, ids, *rest = route_to_pair_blocks(*args, size, *local)
             blocks = down_blocks = (rest[0], rest[1], rest[2])
         else:
-            weights, ids, ranks, counts = route(*args, config.routed_scaling_factor)
+            weights, ids, ranks, counts = route(*args, *local)
             blocks = down_blocks = align_blocks(ids, ranks, counts, size)
             if down_size != size:
                 down_blocks = align_blocks(ids, ranks, counts, down_size)

@@ -59,12 +59,13 @@ class _Product:
     """One weight shape's kernels, shared by all layers: which there are, and which serves how many rows."""
 
     def __init__(
-        self, num_experts: int, out_size: int, in_size: int, group_size: int, deterministic: bool, device: torch.device
-    ) -> None:
+        self, num_experts: int, out_size: int, in_size: int, group_size: int, deterministic: bool, ep: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
         self._layer_args = {"shape_n": out_size, "shape_k": in_size, "num_experts": num_experts}
         self._group_size = group_size
         self._compute = {"gemm_type": "indexed", "use_batch_invariant": deterministic}
-        self._device = device
+        self._ep, self._device = ep, device
         self._layer_config: Any = None
         self._tunings: dict[int, dict[str, Any]] = {}
         self._kernels: dict[str, Tensor] = {}
@@ -95,11 +96,11 @@ class _Product:
         self._layer_config = other._layer_config
 
     def tuning(self, num_rows: int) -> dict[str, Any]:
-        """The library's choice for so many (token, expert) pairs."""
+        """The library's choice for so many (token, expert) pairs, of which an even share is of the experts here."""
         if num_rows not in self._tunings:
             tune = import_gpu_library("humming-kernels", "humming.tune")
             choice = tune.get_heuristics_config(
-                self._layer_config, shape_m=num_rows, device=self._device, **self._compute
+                self._layer_config, shape_m=-(-num_rows // self._ep), device=self._device, **self._compute
             )
             if not self._compute["use_batch_invariant"] and self._layer_args["shape_k"] <= 512:
                 choice = faster_down_tuning(choice)
@@ -154,9 +155,10 @@ class HummingExperts:
     Args:
         experts: Their packed words are rearranged by `repack`, in place.
         deterministic: Kernels that give the same bits every run, at 12% to 40% more time.
+        ep: Groups that a layer's experts are divided over; numbers of pairs below are those of all groups.
     """
 
-    def __init__(self, experts: Int4RoutedExperts, *, deterministic: bool = False) -> None:
+    def __init__(self, experts: Int4RoutedExperts, *, deterministic: bool = False, ep: int = 1) -> None:
         self.experts = experts
         self.is_repacked = False
         self._products: dict[str, _Product] = {}
@@ -168,7 +170,7 @@ class HummingExperts:
             if name == "down_proj" and (words * 8, group_size) == (int4_down.INPUTS, int4_down.GROUP_SIZE):
                 continue  # int4_down's kernel, which is faster.
             self._products[name] = _product(
-                num_experts, out_size, words * 8, group_size, deterministic, packed.device
+                num_experts, out_size, words * 8, group_size, deterministic, ep, packed.device
             )
         experts.register_state_dict_pre_hook(self._refuse)
         experts.register_load_state_dict_pre_hook(self._expect_original)

@@ -2,9 +2,11 @@
 
 layers/moe.py defines the results. A "pair" is one token's choice of one expert, numbered token * K + choice.
 Each is a torch operator, so that a graph tape sees it. All but align_blocks may stand where the shared expert's stream
-parts from the main one or comes back to it. Padding rows (from num_tokens on) get the id E and no row.
+parts from the main one or comes back to it. Ids count from this rank's first expert. A pair that no expert here
+computes, of a padding row (from num_tokens on) or of another rank's expert, is absent: it has the id L and no row.
 
-Suffixes: T tokens, E experts, K experts a token, P = T * K pairs, H hidden_size, I moe_intermediate_size.
+Suffixes: T tokens, E experts, L of them here, K experts a token, P = T * K pairs, H hidden_size,
+I moe_intermediate_size.
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ __all__ = [
 
 @triton.jit
 def _route_kernel(
-    logits, bias, num_tokens, weights, ids, ranks, counts, sorted_ids, expert_ids, num_rows, row_stride, scaling, P,
-    E: tl.constexpr, K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, RENORMALISE: tl.constexpr,
-    HAS_PADDING: tl.constexpr, PAIR_BLOCKS: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
+    logits, bias, num_tokens, weights, ids, ranks, counts, sorted_ids, expert_ids, num_rows, row_stride, scaling,
+    first_expert, P,
+    E: tl.constexpr, L: tl.constexpr, K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+    RENORMALISE: tl.constexpr, HAS_PADDING: tl.constexpr, PAIR_BLOCKS: tl.constexpr, M: tl.constexpr,
+    BLOCK_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -49,42 +53,53 @@ def _route_kernel(
         biased = tl.where(e == best, float("-inf"), biased)
     if RENORMALISE:
         picked = picked / (tl.sum(picked, 0) + 1e-20)
-    real = True
+    chosen -= first_expert
+    here = (chosen >= 0) & (chosen < L)
     if HAS_PADDING:
-        real = row < tl.load(num_tokens)
-    chosen = tl.where(real, chosen, E)
+        here &= row < tl.load(num_tokens)
+    chosen = tl.where(here, chosen, L)
+    here &= k < K
     tl.store(weights + row * K + k, picked * scaling, mask=k < K)
     tl.store(ids + row * K + k, chosen, mask=k < K)
     if PAIR_BLOCKS:
-        m = tl.arange(0, BLOCK_M)[None, :]
-        pair = (row * K + k)[:, None].to(tl.int32)
-        first = (m == 0) & (chosen[:, None] < E)
-        tl.store(sorted_ids + pair * M + m, tl.where(first, pair, P), mask=(k[:, None] < K) & (m < M))
-        tl.store(expert_ids + row * K + k, tl.minimum(chosen, E - 1), mask=k < K)
-        if row == 0:
+        pair = (row * K + k).to(tl.int32)
+        block, has_block = pair, k < K
+        if L < E:
+            # Most pairs are absent, and a product takes as long over an empty block as over one in use.
+            has_block = here
+            number = here.to(tl.int32)
+            block = tl.atomic_add(num_rows, tl.sum(number, 0) * M) // M + tl.cumsum(number, 0) - number
+        elif row == 0:
             tl.store(num_rows, P * M)
+        m = tl.arange(0, BLOCK_M)[None, :]
+        rows = tl.where((m == 0) & here[:, None], pair[:, None], P)
+        tl.store(sorted_ids + block[:, None] * M + m, rows, mask=has_block[:, None] & (m < M))
+        tl.store(expert_ids + block, tl.minimum(chosen, L - 1), mask=has_block)
     else:
         # The order of equal ids is the order of arrival, not of tokens: it says where a row lies, not what is in it.
-        rank = tl.atomic_add(counts + chosen, tl.full((BLOCK_K,), 1, tl.int32), mask=(k < K) & (chosen < E))
+        rank = tl.atomic_add(counts + chosen, tl.full((BLOCK_K,), 1, tl.int32), mask=here)
         tl.store(ranks + row * K + k, rank, mask=k < K)
 
 
 def _launch_route(
-    logits: Tensor, bias: Tensor, num_tokens: Tensor | None, weights: Tensor, ids: Tensor, scaling: float,
-    renormalise: bool, *, ranked: tuple[Tensor, Tensor] | None = None,
+    logits: Tensor, bias: Tensor, num_tokens: Tensor | None, topk: int, renormalise: bool, scaling: float,
+    first_expert: int, num_local: int, *, ranked: tuple[Tensor, Tensor] | None = None,
     blocks: tuple[Tensor, Tensor, Tensor] | None = None, block_size: int = 1,
-) -> None:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    weights = logits.new_empty(logits.shape[0], topk, dtype=torch.float32)
+    ids = torch.empty_like(weights, dtype=torch.int32)
     ranks, counts = ranked or (ids, ids)
     sorted_ids, expert_ids, num_rows = blocks or (ids, ids, ids)
     _route_kernel[(ids.shape[0],)](
         logits, bias, ids if num_tokens is None else num_tokens, weights, ids, ranks, counts, sorted_ids, expert_ids,
-        num_rows, logits.stride(0), scaling, ids.numel(),
-        E=bias.shape[0], K=ids.shape[1], BLOCK_E=triton.next_power_of_2(bias.shape[0]),
-        BLOCK_K=triton.next_power_of_2(ids.shape[1]), RENORMALISE=renormalise, HAS_PADDING=num_tokens is not None,
+        num_rows, logits.stride(0), scaling, first_expert, ids.numel(),
+        E=bias.shape[0], L=num_local, K=topk, BLOCK_E=triton.next_power_of_2(bias.shape[0]),
+        BLOCK_K=triton.next_power_of_2(topk), RENORMALISE=renormalise, HAS_PADDING=num_tokens is not None,
         PAIR_BLOCKS=blocks is not None, M=block_size, BLOCK_M=triton.next_power_of_2(block_size),
         num_warps=1,  # Its eight searches for the best expert then need no barrier.
         **launch_options(logits, joins=True),
     )  # fmt: skip
+    return weights, ids
 
 
 @kernel_op()
@@ -95,34 +110,36 @@ def route(
     topk: int,
     renormalise: bool,
     scaling: float,
+    first_expert: int = 0,
+    num_local: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Router.forward behind its product, for a single group, and a count of the rows of every expert.
+    """Router.forward behind its product, for a single group, and a count of the rows of every expert here.
 
     Args:
         logits: (T, at least E) float32; E is bias's length.
         bias: e_score_correction_bias, (E,) float32.
         num_tokens: One element; rows from there on are padding. None: no row is.
+        first_expert, num_local: The experts here; others' pairs count in the weights' sum alone. None: all.
 
     Returns:
         weights (T, K) float32; ids (T, K) int32; ranks (T, K) int32, place of each pair among those of its expert;
-        counts (E,) int32.
+        counts (L,) int32.
     """
-    num_rows, num_experts = logits.shape[0], bias.shape[0]
-    weights = torch.empty(num_rows, topk, dtype=torch.float32, device=logits.device)
-    ids, ranks = (torch.empty(num_rows, topk, dtype=torch.int32, device=logits.device) for _ in range(2))
-    counts = torch.zeros(num_experts, dtype=torch.int32, device=logits.device)
-    _launch_route(logits, bias, num_tokens, weights, ids, scaling, renormalise, ranked=(ranks, counts))
-    return weights, ids, ranks, counts
+    num_local = num_local or bias.shape[0]
+    ranks = logits.new_empty(logits.shape[0], topk, dtype=torch.int32)
+    counts = logits.new_zeros(num_local, dtype=torch.int32)
+    args = (logits, bias, num_tokens, topk, renormalise, scaling, first_expert, num_local)
+    return *_launch_route(*args, ranked=(ranks, counts)), ranks, counts
 
 
 @route.register_fake
 def _(
-    logits: Tensor, bias: Tensor, num_tokens: Tensor | None, topk: int, renormalise: bool, scaling: float
+    logits: Tensor, bias: Tensor, num_tokens: Tensor | None, topk: int, renormalise: bool, scaling: float,
+    first_expert: int = 0, num_local: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    shape = (logits.shape[0], topk)
-    ids = logits.new_empty(shape, dtype=torch.int32)
-    counts = logits.new_empty(bias.shape[0], dtype=torch.int32)
-    return logits.new_empty(shape, dtype=torch.float32), ids, torch.empty_like(ids), counts
+    ids = logits.new_empty((logits.shape[0], topk), dtype=torch.int32)
+    counts = ids.new_empty(num_local or bias.shape[0])
+    return torch.empty_like(ids, dtype=torch.float32), ids, torch.empty_like(ids), counts
 
 
 @kernel_op()
@@ -134,31 +151,31 @@ def route_to_pair_blocks(
     renormalise: bool,
     scaling: float,
     block_size: int,
+    first_expert: int = 0,
+    num_local: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """route and align_blocks in one launch, for few tokens: every pair has a block of its own.
 
-    Two tokens of one expert then read its weights twice; up to eight tokens that is rare.
+    Two tokens of one expert then read its weights twice; up to eight tokens that is rare. Where experts are divided
+    an absent pair has no block, and num_rows is set to zero by a second launch.
 
     Returns:
         weights and ids as route's; sorted_ids, expert_ids and num_rows as align_blocks'.
     """
-    num_rows, pairs = logits.shape[0], logits.shape[0] * topk
-    weights = torch.empty(num_rows, topk, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(num_rows, topk, dtype=torch.int32, device=logits.device)
-    sorted_ids = torch.empty(pairs * block_size, dtype=torch.int32, device=logits.device)
-    expert_ids = torch.empty(pairs, dtype=torch.int32, device=logits.device)
-    end = torch.empty(1, dtype=torch.int32, device=logits.device)
-    blocks = (sorted_ids, expert_ids, end)
-    _launch_route(
-        logits, bias, num_tokens, weights, ids, scaling, renormalise, blocks=blocks, block_size=block_size
-    )
-    return weights, ids, *blocks
+    is_whole = num_local is None or num_local == bias.shape[0]
+    pairs = logits.shape[0] * topk
+    sorted_ids = logits.new_empty(pairs * block_size, dtype=torch.int32)
+    expert_ids = logits.new_empty(pairs, dtype=torch.int32)
+    num_rows = (torch.empty if is_whole else torch.zeros)(1, dtype=torch.int32, device=logits.device)
+    blocks = (sorted_ids, expert_ids, num_rows)
+    args = (logits, bias, num_tokens, topk, renormalise, scaling, first_expert, num_local or bias.shape[0])
+    return *_launch_route(*args, blocks=blocks, block_size=block_size), *blocks
 
 
 @route_to_pair_blocks.register_fake
 def _(
     logits: Tensor, bias: Tensor, num_tokens: Tensor | None, topk: int, renormalise: bool, scaling: float,
-    block_size: int,
+    block_size: int, first_expert: int = 0, num_local: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     ids = logits.new_empty((logits.shape[0], topk), dtype=torch.int32)
     weights = torch.empty_like(ids, dtype=torch.float32)
@@ -168,27 +185,27 @@ def _(
 @triton.jit
 def _align_kernel(
     ids, ranks, counts, sorted_ids, expert_ids, num_rows, P, num_blocks, pair_programs,
-    E: tl.constexpr, M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
+    L: tl.constexpr, M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     pid = tl.program_id(0)
     e = tl.arange(0, BLOCK_E)
-    count = tl.load(counts + e, mask=e < E, other=0)
+    count = tl.load(counts + e, mask=e < L, other=0)
     blocks = (count + M - 1) // M
     ends = tl.cumsum(blocks, 0)
     starts = ends - blocks
     if pid < pair_programs:
         p = pid * GROUP + tl.arange(0, GROUP)
-        expert = tl.load(ids + p, mask=p < P, other=E)
+        expert = tl.load(ids + p, mask=p < P, other=L)
         rank = tl.load(ranks + p, mask=p < P, other=0)
         start = tl.sum(tl.where(e[None, :] == expert[:, None], starts[None, :], 0), 1)
-        tl.store(sorted_ids + start * M + rank, p, mask=(p < P) & (expert < E))
+        tl.store(sorted_ids + start * M + rank, p, mask=(p < P) & (expert < L))
     else:
         block = (pid - pair_programs) * GROUP + tl.arange(0, GROUP)
         total = tl.sum(blocks, 0)
-        owner = tl.sum(((ends[None, :] <= block[:, None]) & (e[None, :] < E)).to(tl.int32), 1)
-        tl.store(expert_ids + block, tl.minimum(owner, E - 1), mask=block < num_blocks)
+        owner = tl.sum(((ends[None, :] <= block[:, None]) & (e[None, :] < L)).to(tl.int32), 1)
+        tl.store(expert_ids + block, tl.minimum(owner, L - 1), mask=block < num_blocks)
         mine = e[None, :] == owner[:, None]
         filled = tl.sum(tl.where(mine, count[None, :] + starts[None, :] * M, 0), 1)  # End of the expert's real rows.
         m = tl.arange(0, BLOCK_M)
@@ -221,7 +238,7 @@ def align_blocks(ids: Tensor, ranks: Tensor, counts: Tensor, block_size: int) ->
     pair_programs = -(-pairs // group)
     _align_kernel[(pair_programs + -(-num_blocks // group),)](
         ids, ranks, counts, sorted_ids, expert_ids, num_rows, pairs, num_blocks, pair_programs,
-        E=num_experts, M=block_size, BLOCK_E=triton.next_power_of_2(num_experts),
+        L=num_experts, M=block_size, BLOCK_E=triton.next_power_of_2(num_experts),
         BLOCK_M=triton.next_power_of_2(block_size), GROUP=group, **launch_options(ids),
     )  # fmt: skip
     return sorted_ids, expert_ids, num_rows
@@ -279,11 +296,11 @@ def _(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @triton.jit
-def _weighted_sum(rows, weights, ids, token, h, H, E: tl.constexpr, K: tl.constexpr, BLOCK_H: tl.constexpr):
+def _weighted_sum(rows, weights, ids, token, h, H, L: tl.constexpr, K: tl.constexpr, BLOCK_H: tl.constexpr):
     acc = tl.zeros((BLOCK_H,), tl.float32)
     for k in tl.static_range(K):
         pair = token * K + k
-        width = tl.where(tl.load(ids + pair) < E, H, 0)  # No product wrote a padding row: it may hold NaN.
+        width = tl.where(tl.load(ids + pair) < L, H, 0)  # No product wrote an absent pair: it may hold NaN.
         value = tl.load(rows + pair * H + h, mask=h < width, other=0.0).to(tl.float32)
         acc += value * tl.load(weights + pair)
     return acc
@@ -292,12 +309,12 @@ def _weighted_sum(rows, weights, ids, token, h, H, E: tl.constexpr, K: tl.conste
 @triton.jit
 def _combine_kernel(
     rows, weights, ids, shared, out, H,
-    E: tl.constexpr, K: tl.constexpr, BLOCK_H: tl.constexpr, HAS_SHARED: tl.constexpr, PDL: tl.constexpr,
+    L: tl.constexpr, K: tl.constexpr, BLOCK_H: tl.constexpr, HAS_SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    acc = _weighted_sum(rows, weights, ids, token, h, H, E, K, BLOCK_H)
+    acc = _weighted_sum(rows, weights, ids, token, h, H, L, K, BLOCK_H)
     dtype = out.dtype.element_ty
     acc = acc.to(dtype)
     if HAS_SHARED:
@@ -315,6 +332,7 @@ def combine_rows(
         rows: (P, H), contiguous, row p being pair p's.
         weights, ids: From route.
         shared: (T, H), contiguous, or None.
+        num_experts: Experts here; ids from there on are absent.
 
     Returns:
         (T, H) in rows' dtype.
@@ -324,7 +342,7 @@ def combine_rows(
     block = min(1024, triton.next_power_of_2(hidden_size))
     _combine_kernel[(num_tokens, -(-hidden_size // block))](
         rows, weights, ids, rows if shared is None else shared, out, hidden_size,
-        E=num_experts, K=topk, BLOCK_H=block, HAS_SHARED=shared is not None, **launch_options(rows, joins=True),
+        L=num_experts, K=topk, BLOCK_H=block, HAS_SHARED=shared is not None, **launch_options(rows, joins=True),
     )  # fmt: skip
     return out
 
@@ -339,12 +357,12 @@ def _(
 @triton.jit
 def _add_norm_kernel(
     rows, weights, ids, shared, residual, norm_weight, normed, H, eps,
-    E: tl.constexpr, K: tl.constexpr, BLOCK_H: tl.constexpr, HAS_SHARED: tl.constexpr, PDL: tl.constexpr,
+    L: tl.constexpr, K: tl.constexpr, BLOCK_H: tl.constexpr, HAS_SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
-    acc = _weighted_sum(rows, weights, ids, token, h, H, E, K, BLOCK_H)
+    acc = _weighted_sum(rows, weights, ids, token, h, H, L, K, BLOCK_H)
     dtype = normed.dtype.element_ty
     acc = acc.to(dtype).to(tl.float32)
     if HAS_SHARED:
@@ -367,7 +385,7 @@ def add_norm_rows(
     """combine_rows, then the residual's addition and the next layer's norm: the sum never goes through memory alone.
 
     Args:
-        rows, weights, ids, shared: As in combine_rows.
+        rows, weights, ids, shared, num_experts: As in combine_rows.
         residual: (T, H); the sum is added to it in place.
         norm_weight: (H,).
 
@@ -379,7 +397,7 @@ def add_norm_rows(
     block = triton.next_power_of_2(rows.shape[1])
     _add_norm_kernel[(num_tokens,)](
         rows, weights, ids, rows if shared is None else shared, residual, norm_weight, normed, rows.shape[1], eps,
-        E=num_experts, K=topk, BLOCK_H=block, HAS_SHARED=shared is not None, num_warps=16 if block > 4096 else 4,
+        L=num_experts, K=topk, BLOCK_H=block, HAS_SHARED=shared is not None, num_warps=16 if block > 4096 else 4,
         **launch_options(rows, joins=True),
     )  # fmt: skip
     return normed
