@@ -19,8 +19,8 @@ from peers import VLLM
 
 # What a kernel is for, by a part of its name; the first that fits.
 KINDS = (
-    ("experts", "humming|int4"),
-    ("dense products", "nvjet|cublas|gemm|gemv|_linear|one_row|^_kernel$"),
+    ("experts", "humming|int4|down_rows|^_kernel$"),  # The last is layers/int4_down.py's.
+    ("dense products", "nvjet|cublas|gemm|gemv|_linear|one_row"),
     ("attention", "Prefill|_split_kernel|_merge|_absorb|mla|MLA"),
     ("rope, cache, keys", "rope|assemble|append"),
     ("row sums, residual, norms", "norm|Norm|combine"),

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import peers
@@ -14,6 +16,7 @@ from harness import Timing
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Read when a kernel is defined.
 
+BENCH = Path(__file__).parent.parent / "bench"
 ROWS = [
     {"phase": phase, "tokens": n, "batch": n, "mode": mode, "median_ms": ms, "p10_ms": ms, "p90_ms": ms,
      "floor_ms": 1.0, "experts_hit": 5.0, "repeats_bitwise": True}
@@ -23,7 +26,8 @@ ROWS = [
 ]  # fmt: skip
 KERNELS = [
     {"kernel": name, "us": us, "launches": 2.0}
-    for name, us in [("void humming<X>", 8.0), ("nvjet_sm90", 4.0), ("_add_norm_kernel", 2.0), ("never seen", 1.0)]
+    for name, us in [("void humming<X>", 8.0), ("_kernel", 2.0), ("nvjet_sm90", 4.0), ("_one_row_kernel", 2.0),
+                     ("_add_norm_kernel", 2.0), ("never seen", 1.0)]
 ]
 TOY = {
     "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_attention_heads": 2,
@@ -168,8 +172,18 @@ def test_kernels_are_summed_by_what_they_are_for():
     sums = rank_share_report.by_kind(KERNELS, layers=2)
 
     assert {kind: us for kind, us in sums.items() if us} == {
-        "experts": 4.0, "dense products": 2.0, "row sums, residual, norms": 1.0, "other": 0.5,
+        "experts": 5.0, "dense products": 3.0, "row sums, residual, norms": 1.0, "other": 0.5,
     }  # fmt: skip
+
+
+def test_every_kernel_of_the_decoder_has_a_name_and_a_kind_of_its_own():
+    files = [f for f in (BENCH.parent / "kimi_k25/layers").glob("*.py") if f.stem != "vision_kernels"]
+    names = [name for f in files for name in re.findall(r"^def (\w*_kernel)\(", f.read_text(), re.MULTILINE)]
+
+    sums = rank_share_report.by_kind([{"kernel": name, "us": 1.0} for name in names], layers=1)
+
+    assert len(names) == len(set(names)) > 10
+    assert sums["other"] == 0
 
 
 def test_decode_is_compared_in_turns_with_and_without_prefill_graphs(rank_share, monkeypatch):

@@ -19,7 +19,7 @@ __all__ = ["linear", "one_row_linear"]
 
 
 @triton.jit
-def _kernel(
+def _one_row_kernel(
     x, weight, out, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     begin(PDL)
@@ -49,7 +49,7 @@ def one_row_linear(x: Tensor, weight: Tensor, float32: bool) -> Tensor:
     # The fastest of 30 shapes tried on an H200 for each of the model's sizes, within 3%.
     block_k = min(2048 if size > 2048 else 1024, triton.next_power_of_2(size))
     block_n = max(1, min(4, 2048 // block_k))
-    _kernel[(-(-columns // block_n),)](
+    _one_row_kernel[(-(-columns // block_n),)](
         x, weight, out, columns, K=size, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, num_stages=3,
         **launch_options(x),
     )  # fmt: skip
