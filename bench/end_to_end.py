@@ -18,7 +18,6 @@ extra; exit 2 says what is missing.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import shutil
@@ -38,6 +37,7 @@ import torch
 from harness import (
     REPOSITORY,
     apart,
+    free_memory,
     print_table,
     provenance,
     refuse,
@@ -73,7 +73,9 @@ TOY_VISION = {
 
 def checkpoint_bytes(moe_layers: int) -> float:
     """About what the files of the published widths take."""
-    expert_layer = 384 * 3 * 7168 * 2048 * 0.5625
+    text = published.TEXT
+    expert = 3 * text["hidden_size"] * text["moe_intermediate_size"]
+    expert_layer = text["n_routed_experts"] * expert * published.INT4_BYTES
     return moe_layers * (expert_layer + 0.3e9) + 1.1e9 + 4.7e9 + 1.1e9
 
 
@@ -106,20 +108,12 @@ def write_checkpoint(folder: Path, moe_layers: int, device: torch.device) -> dic
     with without_fsync():
         save_checkpoint(model, folder)
     del model
-    empty(device)
+    free_memory()
     files = sorted(folder.glob("*.safetensors"))
     return {
         "files": len(files), "gb": round(sum(file.stat().st_size for file in files) / 1e9, 3),
         "write_seconds": round(time.perf_counter() - began, 1),
     }  # fmt: skip
-
-
-def empty(device: torch.device) -> None:
-    """Gives back what deleted models held."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
 
 
 def dd_gb_per_s(folder: Path) -> list[float]:
@@ -339,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 save(f"load, {name}", row | fast(model, deterministic=deterministic, sizes=sizes))
                 save(name, measured(model))
                 del model
-            empty(device)
+            free_memory()
 
         part("same tokens", lambda model: same_tokens(model, prompt, new_tokens), deterministic=True)
         part(

@@ -13,7 +13,6 @@ no collectives, one layer's rearranged experts copied to the others, routers bal
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import statistics
 import time
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import apart, measure, measure_in_turns, print_table, provenance, pyplot, refuse, write_result
+from harness import apart, free_memory, measure, measure_in_turns, print_table, provenance, pyplot, refuse, write_result
 from rank_share import (
     BALANCING_STEPS,
     CONTEXT,
@@ -107,8 +106,7 @@ class Share:
             yield decoder, Steps(self.model, self.cache, decoder)
         finally:
             decoder.runner.close()
-            gc.collect()
-            torch.cuda.empty_cache()
+            free_memory()
 
 
 def bitwise_by_order(share: Share) -> dict[str, bool]:
@@ -284,7 +282,7 @@ def peer(share: Share, steps: Steps) -> dict[str, Any]:
     for graph, *_ in graphs.values():
         graph.reset()
     return {
-        "version": "0.1.0", "buckets": list(ORDERED), "capture_seconds": round(seconds, 2),
+        "buckets": list(ORDERED), "capture_seconds": round(seconds, 2),
         "capture_gib": round(used / 2**30, 3), "replay_ms": replay_ms, "survives_churn": survives,
     }  # fmt: skip
 
@@ -375,8 +373,7 @@ def main() -> None:
     ):
         survives = peer(small, steps)["survives_churn"]
     del small
-    gc.collect()
-    torch.cuda.empty_cache()
+    free_memory()
 
     sizes = [*LADDER.sizes, *TOKENS, *DECODE.sizes]
     share = Share(args.tp, args.layers, device, deterministic=False, sizes=sizes)

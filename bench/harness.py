@@ -5,6 +5,7 @@ Knows no model. On a CPU the same code runs, small and by the host's clock, so t
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import json
 import os
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "triton", "flashinfer-python", "humming-kernels", "transformers", "breakable-cuda-graphs")
@@ -88,6 +90,11 @@ def require_extras(*modules: tuple[str, str]) -> None:
             refuse(" ".join(str(e).split()))
 
 
+def reason(error: Exception, *, most: int = 160) -> str:
+    """An error as one line of at most so many characters of its own, for a row that it leaves without times."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:most]}"
+
+
 @contextmanager
 def apart(what: str, failures: dict[str, str]) -> Iterator[None]:
     """A part whose failure must not lose what the others measured: it is reported, and noted in `failures`."""
@@ -95,7 +102,7 @@ def apart(what: str, failures: dict[str, str]) -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        failures[what] = f"{type(e).__name__}: {' '.join(str(e).split())[:500]}"
+        failures[what] = reason(e, most=500)
         print(f"{what} failed: {failures[what]}", file=sys.stderr, flush=True)
         traceback.print_exc()
     print(f"[{what}: {time.perf_counter() - started:.1f} s]", flush=True)
@@ -171,6 +178,19 @@ class Ceilings:
     def floor_ms(self, num_bytes: float, operations: float) -> float:
         """No version runs faster than this."""
         return max(num_bytes / self.tb_per_s, operations / self.tflop_per_s) / 1e9
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of what is expected."""
+    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+def free_memory() -> None:
+    """Gives the GPU what deleted models and graphs held."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 def provenance() -> dict[str, Any]:

@@ -15,9 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from harness import REPOSITORY, Ceilings, print_table, provenance, write_result
+from published import TEXT
 from rank_share import CONTEXT, HIDDEN, floor_ms, share_config
 
-LAYERS, VOCABULARY, BYTES = 61, 163840, 2
+LAYERS, VOCABULARY = TEXT["num_hidden_layers"], TEXT["vocab_size"]
+BYTES = 2  # Of a bfloat16.
 MEASURED = REPOSITORY / "bench" / "results" / "rank_share_2026-12-01.json"
 PREFILL, DECODE = (64, 256, 1024, 2048, 4096), (1, 8, 64)
 

@@ -5,14 +5,13 @@ Knows nothing of our model.
 
 from __future__ import annotations
 
-import gc
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
-from harness import measure
+from harness import free_memory, measure, reason
 from published import TEXT
 from torch import Tensor
 
@@ -94,12 +93,10 @@ def transformers_rows(
                 raise ValueError("its hidden states are not finite")
             timing = measure(call, rounds=rounds)
         except Exception as e:
-            rows.append(row | {"skipped": f"{type(e).__name__}: {' '.join(str(e).split())[:160]}"})
+            rows.append(row | {"skipped": reason(e)})
             continue
         scaled = {key: round(value * all_layers / layers, 3) for key, value in asdict(timing).items()}
         rows.append(row | scaled | {"measured_ms": timing.median_ms, "measured_layers": layers})
     del peer
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    free_memory()
     return rows

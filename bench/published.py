@@ -33,6 +33,8 @@ MEDIA: dict[str, Any] = {
     "temporal_merge_kernel_size": 4, "timestamp_mode": "hh:mm:ss.fff", "fixed_output_tokens": None,
 }  # fmt: skip
 
+INT4_BYTES = 0.5 + 2 / 32  # Of a weight of an int4 expert, with its part of a group's bfloat16 scale.
+
 
 def config(text: dict[str, Any] | None = None, vision: dict[str, Any] | None = None, **outer: Any) -> dict[str, Any]:
     """config.json with some fields changed; the vocabulary's special ids are low ones, for shares of it."""

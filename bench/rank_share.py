@@ -16,7 +16,6 @@ is missing.
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 import time
 import warnings
@@ -31,16 +30,18 @@ import torch
 from harness import (
     Ceilings,
     apart,
+    free_memory,
     measure,
     measure_in_turns,
     profile_kernels,
     provenance,
     refuse,
+    relative,
     require_extras,
     require_hopper,
     write_result,
 )
-from published import TEXT
+from published import INT4_BYTES, TEXT
 from rank_share_report import plot_layer, plot_times, print_report, ttft_savings
 from torch import Tensor, nn
 
@@ -53,7 +54,8 @@ from kimi_k25.layers.kv_cache import AttentionBatch, CachedSequence, PagedKVCach
 from kimi_k25.layers.moe import Int4RoutedExperts
 from kimi_k25.model import KimiK25ForConditionalGeneration
 
-HIDDEN, EXPERTS, TOPK, CONTEXT = 7168, 384, 8, 2048
+HIDDEN, EXPERTS, TOPK = (TEXT[key] for key in ("hidden_size", "n_routed_experts", "num_experts_per_tok"))
+CONTEXT = 2048  # Tokens of each sequence of a decode step.
 INT4_STD = 4.61  # Of uniform values from -8 to 7.
 BALANCING_STEPS = 4
 
@@ -122,11 +124,6 @@ def set_fast(model: KimiK25ForConditionalGeneration, *, deterministic: bool = Fa
                 first.append(self)
 
     return set_fast_decoder(model, lambda experts: CopiedExperts(experts, deterministic=deterministic))
-
-
-def relative(actual: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of what is expected."""
-    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
 @torch.no_grad()
@@ -206,8 +203,7 @@ def floor_ms(c: TextConfig, ceilings: Ceilings, *, tokens: int, seqs: int, conte
     dense = 3 * HIDDEN * c.intermediate_size
     head = HIDDEN * c.vocab_size
     hit = EXPERTS * (1 - (1 - TOPK / EXPERTS) ** tokens)
-    expert_bytes = expert * (0.5 + 2 / 32)
-    moe_layer = 2 * (attention + HIDDEN * EXPERTS + expert) + hit * expert_bytes
+    moe_layer = 2 * (attention + HIDDEN * EXPERTS + expert) + hit * expert * INT4_BYTES
     num_bytes = (layers - 1) * moe_layer + 2 * (attention + dense + head)
     num_bytes += layers * seqs * context * c.kv_cache_dim * 2
     per_token = layers * attention + (layers - 1) * (HIDDEN * EXPERTS + (TOPK + 1) * expert) + dense
@@ -352,7 +348,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def share_gib(tp: int, layers: int) -> float:
     """GPU memory of a share: int4 experts, and a third of a GiB a layer for the rest."""
-    experts = (layers - 1) * EXPERTS * 3 * HIDDEN * (TEXT["moe_intermediate_size"] / tp) * 0.5625 / 2**30
+    experts = (layers - 1) * EXPERTS * 3 * HIDDEN * (TEXT["moe_intermediate_size"] / tp) * INT4_BYTES / 2**30
     return experts * 1.05 + 0.33 * layers
 
 
@@ -462,8 +458,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not args.skip_check:
         distances = check(args.tp, device, deterministic=args.deterministic)
         print(f"checked against plain PyTorch after {time.perf_counter() - started:.1f} s", flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_memory()
 
     steps, fast, took = captured_share(args, device)
     rows, profiles = measure_sizes(

@@ -32,7 +32,9 @@ from harness import (
     print_table,
     profile_kernels,
     provenance,
+    reason,
     refuse,
+    relative,
     require_extras,
     require_hopper,
     write_result,
@@ -95,11 +97,6 @@ def operations(c: VisionConfig, lengths: Sequence[int], tokens: int) -> dict[str
     outside = 2.0 * rows * dim * 3 * c.patch_size**2 + 2.0 * tokens * joined * (joined + c.text_hidden_size)
     layers = c.vt_num_hidden_layers
     return {"products": layers * products, "attention": layers * attention, "outside": outside}
-
-
-def relative(actual: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of what is expected."""
-    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
 def attention_alternatives(
@@ -183,7 +180,7 @@ def measure_attention(
             if not row["distance"] < 1e-2:
                 row["skipped"] = "WRONG"
         except Exception as e:
-            row["skipped"] = f"{type(e).__name__}: {' '.join(str(e).split())[:160]}"
+            row["skipped"] = reason(e)
         rows.append(row)
     return sorted(rows, key=lambda row: ("skipped" in row, row.get("median_ms", 0)))
 
@@ -273,7 +270,7 @@ def measure_size(
         try:
             timing = measure(prepare(), rounds=rounds)
         except Exception as e:
-            rows.append(row | {"skipped": f"{type(e).__name__}: {' '.join(str(e).split())[:160]}"})
+            rows.append(row | {"skipped": reason(e)})
             continue
         tflop_per_s = done / timing.median_ms / 1e9
         rows.append(
