@@ -90,7 +90,7 @@ class _Terminal:
     def fail(self, reason: str, error: BaseException) -> None:
         if self.ranks is None or self.ranks.size == 1:
             self.end(reason)
-        elif self.ranks.is_first_to_fail(error):
+        elif self.ranks.claim_failure(error):
             self.end(f"rank {self.ranks.rank}: {reason}")
 
     def end(self, reason: str) -> None:
@@ -153,13 +153,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # an old terminal shows \u597d, and the answer goes on
     terminal = _Terminal()
     stage = [UNUSABLE_INPUT]  # What an error means now: until generation starts, it is the input's.
-    code = _ended(args, terminal, stage)
+    code = _exit_code(args, terminal, stage)
     if terminal.ranks is not None and terminal.ranks.size > 1:
         os._exit(code)  # The interpreter's own end would wait for collectives that never come.
     return code
 
 
-def _ended(args: argparse.Namespace, terminal: _Terminal, stage: list[int]) -> int:
+def _exit_code(args: argparse.Namespace, terminal: _Terminal, stage: list[int]) -> int:
     """Runs the command; says why it failed, if it did."""
     try:
         return _run(args, terminal, stage)
@@ -168,7 +168,7 @@ def _ended(args: argparse.Namespace, terminal: _Terminal, stage: list[int]) -> i
     except BrokenPipeError as e:  # The reader of stdout has gone, as `| head` does; no more can be said to it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if terminal.ranks is not None:
-            terminal.ranks.is_first_to_fail(e)  # Nor need others say that this rank is gone.
+            terminal.ranks.claim_failure(e)  # Nor need others say that this rank is gone.
         return RAN_AND_FAILED
     except Exception as e:
         if args.debug:

@@ -79,8 +79,11 @@ class RankWatch:
             dist.send(torch.zeros(1), (self.rank + 1) % self.size, group=self._pair)
             self._neighbour.join()
 
-    def is_first_to_fail(self, error: BaseException | None = None) -> bool:
-        """Whether no rank has failed before. One that only lost another gives that one time to say why."""
+    def claim_failure(self, error: BaseException | None = None) -> bool:
+        """Makes this rank the one that says why the run ends; False if another has claimed that before.
+
+        Waits GRACE_SECONDS with an error that is only the loss of another rank, which may still say why.
+        """
         if isinstance(error, dist.DistError) or "/gloo/" in str(error):
             time.sleep(GRACE_SECONDS)
         claim = f"{self.rank} {threading.get_ident()}"
@@ -90,7 +93,7 @@ class RankWatch:
             return True
 
     def _end(self, rank: int, reason: str) -> None:
-        if self.is_first_to_fail():
+        if self.claim_failure():
             self._say(f"rank {rank}: {reason}")
         os._exit(1)
 

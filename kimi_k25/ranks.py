@@ -71,7 +71,7 @@ class Ranks:
                 raise ValueError(f"ranks disagree on {name}: {listed}. Start all of them alike")
 
     def plan(self, device: str, *, ep: int = 1) -> ParallelPlan:
-        """This rank's share of a model, over NCCL on GPUs and gloo on CPUs. From here on a rank that dies is missed."""
+        """This rank's share of a model, over NCCL on GPUs and gloo on CPUs. From here on a rank's death is noticed."""
         if self.size == 1:
             return ParallelPlan(ep=ep)
         own = torch.device(device)
@@ -121,9 +121,9 @@ class Ranks:
         self.enter(phase)
         return text
 
-    def is_first_to_fail(self, error: BaseException) -> bool:
-        """Whether no rank has failed before: those behind it lose their connection, and that is no news."""
-        return self.size == 1 or self._watch.is_first_to_fail(error)
+    def claim_failure(self, error: BaseException) -> bool:
+        """Whether this rank is to say why the run ends: those that fail after it lose their connection, no news."""
+        return self.size == 1 or self._watch.claim_failure(error)
 
     def leave(self) -> None:
         """Ends this rank's part once all have come to their end: a connection that closes early fails its reader."""
