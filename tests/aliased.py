@@ -86,7 +86,6 @@ class Guarded(GuardedSetattrMixin, Plain):
 
 
 NUM_KEYS = 10
-NUM_LM_KEYS = 8
 
 
 def keys(module):

@@ -8,6 +8,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 
 
+@pytest.fixture
+def uninitialised_is_nan():
+    """What torch.empty gives is otherwise mostly old, harmless numbers."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:

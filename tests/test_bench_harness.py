@@ -148,6 +148,12 @@ def test_calls_in_turns_are_timed_a_round_each():
     assert set(timings) == {"a", "b"} and timings["a"].median_ms >= 0
 
 
+def test_percentiles_are_those_of_the_rounds():
+    timing = harness.Timing.of([float(n) for n in range(1, 12)])
+
+    assert timing == harness.Timing(6.0, 2.0, 10.0)
+
+
 def test_ceilings_are_measured_on_a_cpu_too():
     ceilings = harness.Ceilings.measure()
 

@@ -1,27 +1,17 @@
 """The prediction for several GPUs: its count of collectives, and what its formula says of links."""
 
 import json
-from pathlib import Path
 
+import parallel
 import pytest
 
-BENCH = Path(__file__).parent.parent / "bench"
 
-
-@pytest.fixture
-def parallel(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    import parallel
-
-    return parallel
-
-
-def test_collectives_are_two_a_layer_and_three_more(parallel):
+def test_collectives_are_two_a_layer_and_three_more():
     assert [n for _, n, _ in parallel.collectives(5, 2)] == [122, 1, 1, 1]
     assert [size for *_, size in parallel.collectives(5, 2)] == [5 * 14336, 5 * 14336, 2 * 327680, 16]
 
 
-def test_small_sums_cost_latency_and_large_ones_bandwidth(parallel):
+def test_small_sums_cost_latency_and_large_ones_bandwidth():
     links = parallel.Links()
 
     assert links.all_reduce_us(0, 1) == 8 and links.all_reduce_us(0, 2) == 46
@@ -29,13 +19,13 @@ def test_small_sums_cost_latency_and_large_ones_bandwidth(parallel):
     assert links.all_reduce_us(46_000_000, 2) == pytest.approx(46 + 1.75 * 46e3 / 370 + 125)
 
 
-def test_a_gpu_sends_its_part_twice_to_sum_and_once_to_gather(parallel):
+def test_a_gpu_sends_its_part_twice_to_sum_and_once_to_gather():
     """Eight GPUs, a tensor of 8 parts: a ring passes 7 of them on, once to sum and once to gather."""
     assert parallel.sent_bytes("all-reduce, embedding", 8, 8) == 14
     assert parallel.sent_bytes("all-gather, logits", 8, 8) == parallel.sent_bytes("broadcast, ids", 8, 8) == 7
 
 
-def test_every_measured_step_is_predicted_for_one_node_and_two(parallel):
+def test_every_measured_step_is_predicted_for_one_node_and_two():
     rows = parallel.predict(json.loads(parallel.MEASURED.read_text()), parallel.Links())
 
     assert len(rows) == 16

@@ -62,13 +62,6 @@ def whole(model, embeds):
     return logits(model, embeds, AttentionBatch.without_cache([embeds.shape[0]], device=CPU))
 
 
-@pytest.fixture
-def uninitialised_is_nan():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_hidden_states_equal_the_definition(shape):
     model, config = make_decoder(shape)

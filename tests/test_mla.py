@@ -124,14 +124,6 @@ def test_given_positions_are_used():
     torch.testing.assert_close(out.double(), expected, **TOLERANCE)
 
 
-@pytest.fixture
-def uninitialised_is_nan():
-    """What torch.empty gives is otherwise mostly old, harmless numbers."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def padded(batch, x, num_rows, dirt):
     """The step with rows behind its tokens, which write to page 0 as a graph's padding does."""
     more = num_rows - x.shape[0]

@@ -41,13 +41,6 @@ def run(module, *args):
     return module(*args)
 
 
-@pytest.fixture
-def uninitialised_is_nan():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 # -- router -------------------------------------------------------------------------------------------------------
 
 

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 
 import peers
 import pytest
-import rank_share as rank_share_module
+import rank_share
 import rank_share_report
 import torch
-from harness import Timing
+from harness import Ceilings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Read when a kernel is defined.
 
-BENCH = Path(__file__).parent.parent / "bench"
+LAYERS = Path(__file__).parent.parent / "kimi_k25" / "layers"
 ROWS = [
     {"phase": phase, "tokens": n, "batch": n, "mode": mode, "median_ms": ms, "p10_ms": ms, "p90_ms": ms,
      "floor_ms": 1.0, "experts_hit": 5.0, "repeats_bitwise": True}
@@ -37,12 +37,7 @@ TOY = {
 
 
 @pytest.fixture
-def rank_share():
-    return rank_share_module
-
-
-@pytest.fixture
-def measured(monkeypatch, rank_share):
+def measured(monkeypatch):
     """The script with everything that needs a GPU replaced: what is left is the order, the files and the report."""
     steps = SimpleNamespace(graphed=SimpleNamespace(runner=SimpleNamespace(close=lambda: None)))
     took = {"build_seconds": 1.0, "compile_seconds": 1.0, "graphs": "cuda"}
@@ -56,7 +51,7 @@ def measured(monkeypatch, rank_share):
     return rank_share
 
 
-def test_the_share_divides_heads_expert_width_and_vocabulary(rank_share):
+def test_the_share_divides_heads_expert_width_and_vocabulary():
     text = rank_share.share_config(8, 61).text_config
 
     assert (text.num_attention_heads, text.moe_intermediate_size, text.vocab_size) == (8, 256, 20480)
@@ -67,9 +62,7 @@ def test_the_share_divides_heads_expert_width_and_vocabulary(rank_share):
     ("tokens", "context", "floor"),
     [(64, 0, 13.3), (256, 0, 17.6), (1024, 0, 17.65), (2048, 0, 25.9), (4096, 0, 53.5), (1, 2048, 1.4), (8, 2048, 3.9)],
 )
-def test_the_floor_is_bytes_or_operations_of_the_whole_share(rank_share, tokens, context, floor):
-    from harness import Ceilings
-
+def test_the_floor_is_bytes_or_operations_of_the_whole_share(tokens, context, floor):
     text = rank_share.share_config(8, 61).text_config
     seqs = tokens if context else 1
 
@@ -78,7 +71,7 @@ def test_the_floor_is_bytes_or_operations_of_the_whole_share(rank_share, tokens,
     assert found == pytest.approx(floor, abs=0.05)
 
 
-def test_balanced_bias_gives_every_expert_its_share_though_scores_differ_in_mean_and_spread(rank_share):
+def test_balanced_bias_gives_every_expert_its_share_though_scores_differ_in_mean_and_spread():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2048, 96, generator=generator) * (0.3 + torch.rand(96, generator=generator))
     scores = (logits + 2 * torch.randn(96, generator=generator)).sigmoid()
@@ -92,7 +85,7 @@ def test_balanced_bias_gives_every_expert_its_share_though_scores_differ_in_mean
     assert load.min() > 0.6 and load.max() < 1.5
 
 
-def test_routers_balanced_over_several_steps_are_more_even_on_other_tokens(rank_share, monkeypatch):
+def test_routers_balanced_over_several_steps_are_more_even_on_other_tokens(monkeypatch):
     pytest.importorskip("triton")
     from kimi_k25.layers import fused_moe
 
@@ -125,10 +118,6 @@ def test_routers_balanced_over_several_steps_are_more_even_on_other_tokens(rank_
     torch.testing.assert_close(four[1], sum(single) / 4)
     assert torch.equal(balanced(steps), four)
     assert routed == [(512, (None, 4))] * 18 and fused_moe.route is original
-
-
-def test_percentiles_are_those_of_the_rounds(rank_share):
-    assert Timing.of([float(n) for n in range(1, 12)]) == Timing(6.0, 2.0, 10.0)
 
 
 def test_a_run_writes_rows_peers_and_savings(measured, tmp_path, capsys, monkeypatch):
@@ -177,7 +166,7 @@ def test_kernels_are_summed_by_what_they_are_for():
 
 
 def test_every_kernel_of_the_decoder_has_a_name_and_a_kind_of_its_own():
-    files = [f for f in (BENCH.parent / "kimi_k25/layers").glob("*.py") if f.stem != "vision_kernels"]
+    files = [f for f in LAYERS.glob("*.py") if f.stem != "vision_kernels"]
     names = [name for f in files for name in re.findall(r"^def (\w*_kernel)\(", f.read_text(), re.MULTILINE)]
 
     sums = rank_share_report.by_kind([{"kernel": name, "us": 1.0} for name in names], layers=1)
@@ -186,7 +175,7 @@ def test_every_kernel_of_the_decoder_has_a_name_and_a_kind_of_its_own():
     assert sums["other"] == 0
 
 
-def test_decode_is_compared_in_turns_with_and_without_prefill_graphs(rank_share, monkeypatch):
+def test_decode_is_compared_in_turns_with_and_without_prefill_graphs(monkeypatch):
     closed = []
 
     class Fake:
