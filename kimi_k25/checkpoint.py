@@ -1,7 +1,7 @@
 """A model out of a checkpoint, and back into one. Knows the folder and no text.
 
-Headers are compared with the configuration before any tensor is read. Tensors are then copied out of mapped files
-straight into their places, so that loading needs the model's memory and little more.
+Headers are compared with the configuration before any tensor is read. Tensors are then copied straight into their
+places, out of mapped files or, on the way to a GPU, by a FileReader: loading needs the model's memory, little more.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ from .graphs import GraphPlan, GraphRunner, InputSpec, resolve_decoder
 from .layers.kv_cache import AttentionBatch, CachedSequence, CacheStep, PagedKVCache
 from .model import KimiK25ForConditionalGeneration
 
+__all__ = ["GraphedDecoder", "graphed_engine"]
+
 
 class GraphedDecoder:
     """A decoder whose prefill runs in pieces around attention, and whose decode runs in full graphs.
@@ -20,9 +22,9 @@ class GraphedDecoder:
     The graphs hold the addresses of the cache and of every weight, so one of these lives as long as its cache.
 
     Args:
-        model: the wrapper or anything in it that leads to the decoder.
-        cache: what all steps append to. `capture` needs it empty.
-        plan: what to capture.
+        model: The wrapper or anything in it that leads to the decoder.
+        cache: What all steps append to. `capture` needs it empty.
+        plan: What to capture.
     """
 
     def __init__(self, model: nn.Module, cache: PagedKVCache, plan: GraphPlan | None = None) -> None:
@@ -64,7 +66,7 @@ class GraphedDecoder:
         """Hidden states after the final norm, (num_tokens, hidden_size); arguments as DeepseekV3Model.forward has them.
 
         Raises:
-            ValueError: the step is of another cache.
+            ValueError: The step is of another cache.
         """
         decode = batch.cache is not None and batch.cache.is_decode
         return self.runner.run(self.begin_step(inputs_embeds, batch), decode=decode)
@@ -81,7 +83,7 @@ class GraphedDecoder:
             The inputs for `runner.run`.
 
         Raises:
-            ValueError: the step is of another cache.
+            ValueError: The step is of another cache.
         """
         if batch.cache is None or batch.cache.layers is not self.cache.layers:
             raise ValueError("the step is not one of this decoder's cache; make it with its cache.step(...)")

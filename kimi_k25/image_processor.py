@@ -227,6 +227,7 @@ class ImageProcessor:
         return np.pad(np.stack(frames), ((0, 0), (0, -height % side), (0, -width % side), (0, 0)))
 
     def _patches(self, padded: np.ndarray) -> np.ndarray:
+        """What `padded` returns, normalised: (t * h * w, 3, patch_size, patch_size) float32, in reading order."""
         import numpy as np
 
         # A value depends on grey level and channel alone: the steps are done on a table of all of them, and looked up.

@@ -1,7 +1,7 @@
 """CUDA graphs: segments of a forward in torch.cuda.CUDAGraphs of one pool on one stream.
 
 The library breakable-cuda-graphs 0.1.0 is not used: it keeps break arguments by address without owning them,
-and refuses nothing else that this runner needs; what would remain of it is `begin` and `end` below.
+and refuses nothing of what this runner must refuse; what would remain of it is `begin` and `end` below.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class CudaGraphs:
             yield
 
     def begin(self) -> None:
+        """Open a segment."""
         self._pool_is_settled = False
         self._open = self._cuda.CUDAGraph()
         # relaxed: other threads of a server, NCCL's watchdog among them, may go on calling CUDA, and `outside` may
@@ -68,6 +69,11 @@ class CudaGraphs:
         self._open.capture_begin(pool=self._pool, capture_error_mode="relaxed")
 
     def end(self) -> Callable[[], None]:
+        """Close it; the result replays it.
+
+        Raises:
+            CaptureError: a side stream is still at work.
+        """
         graph, self._open = self._open, None
         with warnings.catch_warnings():
             # Two breaks in a row leave an empty graph between them, which replays as nothing.
@@ -127,6 +133,7 @@ class CudaGraphs:
         return sum(segment["total_size"] for segment in self._cuda.memory_snapshot(self._pool))
 
     def close(self) -> None:
+        """Drop all graphs together, once the device has finished; the pool that follows is a new one."""
         self._cuda.synchronize(self._device)
         for graph in self._graphs:
             graph.reset()

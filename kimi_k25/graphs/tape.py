@@ -131,6 +131,7 @@ class Tape:
 
     @contextmanager
     def warming(self) -> Iterator[None]:
+        """One eager forward. There is nothing to warm on a CPU."""
         yield
 
     @contextmanager
@@ -145,12 +146,18 @@ class Tape:
                 _poison(tensor)
 
     def begin(self) -> None:
+        """Open a segment."""
         # The list is filled while later segments record: the first replayed segment poisons for all of them.
         self._segment = _Segment(self._fresh if self._poison and not self._num_segments else [])
         self._num_segments += 1
         self._watch.active = True
 
     def end(self) -> Callable[[], None]:
+        """Close it; the result replays it.
+
+        Raises:
+            CaptureError: a collective was started that nobody waited for.
+        """
         self._watch.active = False
         if self._pending:
             raise CaptureError(
@@ -178,6 +185,7 @@ class Tape:
         return _storage_key(tensor) in self._owners
 
     def close(self) -> None:
+        """Forget what recordings made; segments that somebody holds still replay."""
         self._owners.clear()
         self._fresh = []
         self.nbytes = 0

@@ -153,6 +153,7 @@ class CaptureWatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
+        """Inside the block nothing is looked at."""
         was, self.active = self.active, False
         try:
             yield
@@ -160,10 +161,12 @@ class CaptureWatch:
             self.active = was
 
     def report(self, op: str, reason: str) -> None:
+        """Hand on an issue, located at the code that is running."""
         if not self._excused:
             self.on_issue(CaptureIssue(op, reason, *_locate()))
 
     def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call of torch's Python functions; what waits below torch's dispatcher is reported here."""
         if not self.active:
             return func(*args, **kwargs)
         name = (resolve_name(func) or getattr(func, "__name__", str(func))).removeprefix("torch.")
@@ -178,6 +181,7 @@ class CaptureWatch:
             self._surface, self._excused = outer, False
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator through `on_op`; what waits by its own declaration is reported here."""
         if not self.active:
             return func(*args, **kwargs)
         if reason := _data_dependence(func, args, kwargs):

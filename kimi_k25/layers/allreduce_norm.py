@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ class AllReduceAddRMSNorm:
         number = len(set(hosts))
         return "" if number == 1 else f"ranks on {number} hosts; the fused kernel serves those of one"
 
-    def _vote(self, attempt: Any, weight: Tensor) -> str:
+    def _vote(self, attempt: Callable[[Tensor], None], weight: Tensor) -> str:
         """Runs `attempt` here and on all other ranks; the first rank's trouble, or ""."""
         trouble = ""
         try:
