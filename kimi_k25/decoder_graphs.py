@@ -143,7 +143,8 @@ def graphed_engine(
         ValueError: The plan has decode graphs for more sequences than the cache is to hold.
     """
     if plan.decode is not None and plan.decode.maximum > max_seqs:
-        raise ValueError(f"the plan has decode graphs for {plan.decode.maximum} sequences, but max_seqs is {max_seqs}")
+        most = plan.decode.maximum
+        raise ValueError(f"the plan has decode graphs for {most} sequences, but max_seqs is {max_seqs}; make it {most}")
     weight = model.language_model.lm_head.weight
     cache = PagedKVCache(
         model.config.text_config, max_seqs=max_seqs, max_seq_len=max_seq_len, dtype=weight.dtype, device=weight.device

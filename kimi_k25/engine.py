@@ -186,11 +186,13 @@ class Engine:
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= text.vocab_size:
             raise ValueError(f"input_ids has ids from {low} to {high}; the vocabulary ends at {text.vocab_size - 1}")
-        holds, what = text.max_position_embeddings, "the model's context"
+        holds, what, way_out = text.max_position_embeddings, "the model's context", "shorten it"
         if self._cache is not None and self._cache.max_seq_len < holds:
-            holds, what = self._cache.max_seq_len, "the cache"
+            holds, what, way_out = self._cache.max_seq_len, "the cache", "shorten it, or raise max_seq_len"
         if ids.shape[0] >= holds:
-            raise ValueError(f"the prompt has {ids.shape[0]} tokens; {what} holds {holds}, one of them for the answer")
+            raise ValueError(
+                f"the prompt has {ids.shape[0]} tokens; {what} holds {holds}, one of them for the answer; {way_out}"
+            )
         return holds - ids.shape[0]
 
     def _embed(self, prompt: Prompt) -> Tensor:

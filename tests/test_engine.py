@@ -347,8 +347,8 @@ input_ids has shape (0,); expected (num_tokens,) with at least one
 input_ids has shape (1, 3); expected (num_tokens,) with at least one
 input_ids has ids from 1 to 640; the vocabulary ends at 639
 input_ids has ids from -1 to 1; the vocabulary ends at 639
-the prompt has 20 tokens; the model's context holds 20, one of them for the answer
-the prompt has 21 tokens; the model's context holds 20, one of them for the answer
+the prompt has 20 tokens; the model's context holds 20, one of them for the answer; shorten it
+the prompt has 21 tokens; the model's context holds 20, one of them for the answer; shorten it
 input_ids has 1 media placeholders (id 405) but pixel_values gives 0 media tokens
 input_ids has 1 media placeholders (id 405) but pixel_values gives 6 media tokens""",
     )

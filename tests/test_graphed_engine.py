@@ -65,7 +65,8 @@ def test_a_prompt_beyond_the_cache_is_refused():
     model = load_model(ORACLE / "tiny_bf16")
     engine, runner = graphed_engine(model, plan=plan(1), max_seq_len=64)
 
-    with pytest.raises(ValueError, match="the prompt has 64 tokens; the cache holds 64, one of them for the answer"):
+    message = "the prompt has 64 tokens; the cache holds 64, one of them for the answer; shorten it, or raise max_seq"
+    with pytest.raises(ValueError, match=message):
         next(engine.generate([Prompt(input_ids=torch.ones(64, dtype=torch.int64))], SAMPLING))
     runner.close()
 
@@ -73,7 +74,7 @@ def test_a_prompt_beyond_the_cache_is_refused():
 def test_decode_graphs_beyond_the_cache_are_refused():
     model = load_model(ORACLE / "tiny_bf16")
 
-    with pytest.raises(ValueError, match="decode graphs for 4 sequences, but max_seqs is 2"):
+    with pytest.raises(ValueError, match="decode graphs for 4 sequences, but max_seqs is 2; make it 4"):
         graphed_engine(model, plan=plan(4), max_seq_len=64, max_seqs=2)
 
 

@@ -153,7 +153,7 @@ class GraphSet:
         inputs = self.dummy(ladder.phase, num_tokens)
         found = count_tokens(inputs, ladder.statics.specs)
         if found != num_tokens:
-            raise ValueError(f"dummy({ladder.phase!r}, {num_tokens}) gave {found} tokens")
+            raise ValueError(f"dummy({ladder.phase!r}, {num_tokens}) gave {found} tokens, expected {num_tokens}")
         ladder.load(inputs, num_tokens, num_tokens)
 
     def _drop_out_of_memory(self, ladder: Ladder, bucket: int, error: torch.OutOfMemoryError) -> None:

@@ -146,7 +146,7 @@ class GraphRunner:
     def freeze(self) -> None:
         """No capture from here on; each run checks that all that the graphs read still lies where it lay."""
         if self._state != "captured":
-            raise GraphError(f"freeze() needs a captured runner, this one is {self._state}")
+            raise GraphError(f"freeze() follows capture(), once; this runner is {self._state}")
         self._fingerprint = PointerFingerprint(self.module, self._watch)
         self._state = "frozen"
 
@@ -192,7 +192,7 @@ class GraphRunner:
             GraphError: closed, or another thread is inside.
         """
         if self._state == "closed":
-            raise GraphError("this runner is closed")
+            raise GraphError("this runner is closed; make a new one")
         with self._alone():
             num_tokens = count_tokens(inputs, self._specs["decode" if decode else "prefill"])
             choice = self.can_run(num_tokens, decode=decode)

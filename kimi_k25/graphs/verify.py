@@ -116,8 +116,11 @@ def _check_structure(graphs: GraphSet, counts: dict[str, int]) -> None:
             counts["L0"] = counts.get("L0", 0) + 1
             if ladder.mode == "piecewise" and not graphs.plan.one_break and captured.num_breaks != graphs.num_layers:
                 raise VerificationError(f"L0 bucket {bucket}: {captured.num_breaks} breaks, {graphs.num_layers} layers")
-    if registered_names(graphs.module) != graphs.names:
-        raise VerificationError("L0: the module has other parameters or buffers than before the capture")
+    if (names := registered_names(graphs.module)) != graphs.names:
+        changed = ", ".join(sorted({*names} ^ {*graphs.names})[:3]) or "their order"
+        raise VerificationError(
+            f"L0: the module has other parameters or buffers than before the capture ({changed}); make a new runner"
+        )
 
 
 def _steps(ladder: Ladder, graphs: GraphSet, batches: Sequence[Batch] | None) -> list[Batch]:
