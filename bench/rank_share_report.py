@@ -134,10 +134,10 @@ def print_report(result: dict[str, Any], profiles: dict[str, list[dict[str, Any]
               f"({row['p10_ms']:.3f} to {row['p90_ms']:.3f}), {row['delta']:+.2%}")  # fmt: skip
     print()
     print_table(
-        ["phase", "tokens", "mode", "median ms", "p10", "p90", "floor ms", "x floor", "experts", "same bits"],
+        ["phase", "tokens", "mode", "median ms", "p10", "p90", "floor ms", "x floor", "experts", "spread", "same bits"],
         [
             [r["phase"], r["tokens"], r["mode"], r["median_ms"], r["p10_ms"], r["p90_ms"], r["floor_ms"],
-             r["median_ms"] / r["floor_ms"], r["experts_hit"], r["repeats_bitwise"]]
+             r["median_ms"] / r["floor_ms"], r["experts_hit"], r["load_spread"], r["repeats_bitwise"]]
             for r in result["rows"]
         ],
     )  # fmt: skip

@@ -13,13 +13,15 @@ import rank_share_report
 import torch
 from harness import Ceilings
 
+from kimi_k25.layers.int4 import unpack_int4
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Read when a kernel is defined.
 
 LAYERS = Path(__file__).parent.parent / "kimi_k25" / "layers"
 ROWS = [
     {"phase": phase, "tokens": n, "batch": n, "mode": mode, "median_ms": ms, "p10_ms": ms, "p90_ms": ms,
-     "floor_ms": 1.0, "experts_hit": 5.0, "repeats_bitwise": True}
+     "floor_ms": 1.0, "experts_hit": 5.0, "load_spread": 0.1, "repeats_bitwise": True}
     for phase, mode, n, ms in [("prefill", "eager", 64, 50.0), ("prefill", "piecewise", 64, 20.0),
                                ("prefill", "eager", 512, 40.0), ("prefill", "piecewise", 512, 30.0),
                                ("decode", "eager", 1, 50.0), ("decode", "full", 1, 5.0)]
@@ -69,6 +71,37 @@ def test_the_floor_is_bytes_or_operations_of_the_whole_share(tokens, context, fl
     found = rank_share.floor_ms(text, Ceilings(4.3, 779), tokens=tokens, seqs=seqs, context=context)
 
     assert found == pytest.approx(floor, abs=0.05)
+
+
+def test_random_values_are_from_minus_seven_to_seven_with_mean_zero():
+    packed = torch.empty(64, 1024, dtype=torch.int32)
+
+    rank_share.random_int4_(packed)
+
+    values = unpack_int4(packed).float()
+    assert set(values.unique().tolist()) == set(range(-7, 8))
+    assert abs(values.mean()) < 0.02 and abs(values.std() - rank_share.INT4_STD) < 0.02
+
+
+def test_experts_met_are_counted_from_the_blocks():
+    blocks = (torch.tensor([0, 1, 9, 9, 2, 9, 9, 9]), torch.tensor([3, 3]), torch.tensor([8]))  # 3 rows of expert 3.
+
+    class Products:
+        def block_sizes(self, num_pairs):
+            return 4, 4
+
+        def gate_up(self, x, blocks, topk):
+            return x
+
+    products = Products()
+    fast = SimpleNamespace(experts=[SimpleNamespace(products=products)])
+
+    hit, spread = rank_share.experts_met(fast, lambda: products.gate_up(torch.zeros(3, 1), blocks, 3))
+
+    load = torch.zeros(384)
+    load[3] = 3
+    assert hit == 1 and spread == pytest.approx((load.std() / load.mean()).item())
+    assert "gate_up" not in vars(products)
 
 
 def test_balanced_bias_gives_every_expert_its_share_though_scores_differ_in_mean_and_spread():
