@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
+from itertools import compress
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,50 +38,46 @@ class PointerFingerprint:
     """
 
     def __init__(self, module: nn.Module, watch: Mapping[str, Callable[[], Tensor]]) -> None:
-        self._names: list[str] = []
-        self._slots: list[tuple[dict[str, Any], str]] = []
-        self._child_names: list[str] = []
-        self._child_slots: list[tuple[dict[str, Any], str]] = []
+        self._slots: list[tuple[str, dict[str, Any], str]] = []
+        self._child_slots: list[tuple[str, dict[str, Any], str]] = []
         for prefix, parent in module.named_modules():
             dot = f"{prefix}." if prefix else ""
-            for slots in (parent._parameters, parent._buffers):
-                for key, tensor in slots.items():
-                    if tensor is not None:
-                        self._names.append(dot + key)
-                        self._slots.append((slots, key))
-            for key in parent._modules:
-                self._child_names.append(dot + key)
-                self._child_slots.append((parent._modules, key))
-        self._names += watch
-        self._watch = list(watch.values())
+            for registry in (parent._parameters, parent._buffers):
+                self._slots += [(dot + key, registry, key) for key, tensor in registry.items() if tensor is not None]
+            self._child_slots += [(dot + key, parent._modules, key) for key in parent._modules]
+        self._registries = list({id(registry): registry for _, registry, _ in self._slots}.values())
+        self._child_registries = list({id(registry): registry for _, registry, _ in self._child_slots}.values())
+        self._watch = dict(watch)
+        self._before = self._look_up()
+        self._arrange()
+
+    def _look_up(self) -> list[tuple[str, object]]:
+        """The address of each tensor, and each submodule itself, by name."""
+        found: list[tuple[str, object]] = [(name, _pointer(slots.get(key))) for name, slots, key in self._slots]
+        found += [(name, read().data_ptr()) for name, read in self._watch.items()]
+        return found + [(name, slots.get(key)) for name, slots, key in self._child_slots]
+
+    def _arrange(self) -> None:
+        self._is_tensor = [isinstance(value, Tensor) for value in gc.get_referents(*self._registries)]
+        self._children = gc.get_referents(*self._child_registries)
         self._pointers = self._read_pointers()
-        self._children = self._read_children()
 
     def _read_pointers(self) -> list[int]:
-        # Flat comprehensions: this runs after every launch, for a thousand tensors and more.
-        watched = [read().data_ptr() for read in self._watch]
-        try:
-            return [slots[key].data_ptr() for slots, key in self._slots] + watched
-        except (AttributeError, KeyError):  # one was removed
-            return [_pointer(slots.get(key)) for slots, key in self._slots] + watched
-
-    def _read_children(self) -> list[nn.Module | None]:
-        return [slots.get(key) for slots, key in self._child_slots]
+        # The launches before this have driven it all out of the CPU's caches, so what costs is how much is touched, and
+        # loops of C wait for several at once: the values of all dicts in order, None among them, are their referents.
+        tensors = compress(gc.get_referents(*self._registries), self._is_tensor)
+        return [*map(Tensor.data_ptr, tensors), *(read().data_ptr() for read in self._watch.values())]
 
     def check(self) -> None:
         """Raise PointerMovedError, with the tensors' names, if any address differs from the one taken."""
-        pointers, children = self._read_pointers(), self._read_children()
-        if pointers == self._pointers and children == self._children:
-            return
-        moved = tuple(
-            name
-            for names, before, after in (
-                (self._names, self._pointers, pointers),
-                (self._child_names, self._children, children),
-            )
-            for name, was, now in zip(names, before, after, strict=True)
-            if was != now
-        )
+        try:
+            if gc.get_referents(*self._child_registries) == self._children and self._read_pointers() == self._pointers:
+                return
+        except TypeError:  # one was removed
+            pass
+        moved = tuple(was[0] for was, now in zip(self._before, self._look_up(), strict=True) if was != now)
+        if not moved:  # something was registered beside them
+            return self._arrange()
         raise PointerMovedError(
             f"{', '.join(moved[:3])}{f' and {len(moved) - 3} more' if len(moved) > 3 else ''} moved after freeze(); "
             "the graphs still read the old memory. Write new values in place (tensor.copy_, load_state_dict), or "
