@@ -1,5 +1,7 @@
 """Reading into tensors by several threads, on the CPU: the same code without pinned memory."""
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -46,14 +48,25 @@ def test_a_file_that_ends_inside_a_tensor_is_named_with_the_byte(data):
         reader.fill(path, [(0, torch.zeros(100)), (9_990, torch.zeros(4))], lambda _: None)
 
 
-def test_an_error_of_the_caller_ends_all_reading_before_the_file_is_closed(data):
+def test_an_error_of_the_caller_ends_all_reading_before_the_file_is_closed(data, monkeypatch):
     path, _ = data
+    events, read, close = [], os.preadv, os.close
+
+    def slowly(*args):
+        time.sleep(0.02)
+        events.append("read")
+        return read(*args)
 
     def stop(_):
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(os, "preadv", slowly)
+    monkeypatch.setattr(os, "close", lambda descriptor: (events.append("close"), close(descriptor)))
     with FileReader(CPU, num_threads=2, piece_bytes=8) as reader, pytest.raises(KeyboardInterrupt):
         reader.fill(path, [(0, torch.zeros(2_000))], stop)
+
+    assert events[-1] == "close" and events.count("close") == 1
+    assert len(events) < 100  # Of 1,000 pieces; some are read while others are still handed out.
 
 
 def test_a_strided_tensor_is_not_filled_as_a_copy(data):

@@ -1,7 +1,7 @@
 """Generation through graphs: the same tokens as without, and every step by the graph that was captured for it."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +9,10 @@ import torch
 from oracle_media import make_image
 
 from kimi_k25 import Prompt, SamplingParams, load_model, load_processor
-from kimi_k25.decoder_graphs import graphed_engine
+from kimi_k25.decoder_graphs import GraphedDecoder, graphed_engine
 from kimi_k25.generate import main
 from kimi_k25.graphs import BucketPolicy, GraphPlan
+from kimi_k25.layers.kv_cache import CachedSequence, PagedKVCache
 
 ORACLE = Path(__file__).parent / "data/oracle"
 GREEDY = json.loads((ORACLE / "goldens.json").read_text())["greedy"]
@@ -46,6 +47,26 @@ def test_text_image_and_both_together_give_the_golden_tokens(checkpoint, variant
         assert tokens == expected
     assert runner.stats()["runs"] == {"piecewise": 4, "full": 4 * 15}
     runner.close()
+
+
+def facts(batch):
+    """Every field of a step and of its cache's, tensors as lists."""
+    values = {f.name: getattr(part, f.name) for part in (batch, batch.cache) for f in fields(part)}
+    values = {name: value for name, value in values.items() if name not in ("cache", "layers", "num_tokens")}
+    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+
+
+def test_kernels_between_graphs_find_every_fact_of_the_step():
+    model, seen = load_model(ORACLE / "tiny_bf16"), []
+    cache = PagedKVCache(model.config.text_config, max_seqs=2, max_seq_len=16, dtype=torch.float32, device="cpu")
+    model.language_model.model.fast = lambda embeds, batch: (seen.append(facts(batch)), embeds)[1]
+    graphed, sequences = GraphedDecoder(model, cache, GraphPlan(backend="eager")), [CachedSequence(), CachedSequence()]
+
+    for lengths in ([5, 2], [3, 1], [1, 1]):
+        batch = cache.step(sequences, lengths)
+        graphed(torch.zeros(sum(lengths), model.config.text_config.hidden_size), batch)
+
+        assert seen.pop() == facts(batch)
 
 
 def test_a_listener_that_leaves_gives_its_pages_back():
