@@ -99,6 +99,19 @@ def test_the_next_step_and_other_tensors_are_launched_as_they_are(module, prefil
     assert module.launches[2][2] == [2]  # The new plan.
 
 
+@pytest.mark.parametrize("changed", range(4))
+def test_a_layer_with_one_tensor_of_its_own_is_launched_with_it(module, prefill, changed):
+    tensors, others = rows(8), rows(8)
+    prefill.plan(whole(5))
+    prefill.run(*tensors)
+    tensors[changed] = others[changed]
+
+    prefill.run(*tensors)
+
+    pointers = [{x.data_ptr() for x in launch if isinstance(x, torch.Tensor)} for launch in module.launches]
+    assert others[changed].data_ptr() in pointers[1] - pointers[0]
+
+
 def test_keys_of_a_prefix_belong_to_each_layer(module, prefill):
     q, _, _, out = rows(4)
     config = SimpleNamespace(num_hidden_layers=1, kv_cache_dim=4)
