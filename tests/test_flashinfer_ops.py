@@ -23,10 +23,10 @@ class Module:
     """Compiled kernels: notes what it is launched with."""
 
     def __init__(self):
-        self.launches, self.planned = [], ()
+        self.launches, self.plans = [], []
 
     def plan(self, *args):
-        self.planned = [x.tolist() for x in args[3:6]]  # Queries and keys from 0 up, and keys of each sequence.
+        self.plans.append(args)
         return [len(self.launches)]
 
     def ragged_run(self, *args):
@@ -60,12 +60,21 @@ def rows(num_tokens):
 
 
 def same(launch, other):
+    """Equal arguments; tensors are the same memory, but for the plan's lengths on the host, which are equal."""
     return all(
-        (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
+        (a.shape == b.shape and a.stride() == b.stride() and (a.data_ptr() == b.data_ptr() or torch.equal(a, b)))
         if isinstance(a, torch.Tensor)
-        else a == b
+        else a == b and type(a) is type(b)
         for a, b in zip(launch, other, strict=True)
     )
+
+
+def cached_steps(*steps):
+    """One batch for each list of new tokens of two sequences, over one cache."""
+    config = SimpleNamespace(num_hidden_layers=1, kv_cache_dim=4)
+    cache = PagedKVCache(config, max_seqs=2, max_seq_len=16, page_size=4, dtype=torch.float32, device="cpu")
+    sequences = [CachedSequence(), CachedSequence()]
+    return [cache.step(sequences[: len(lengths)], lengths) for lengths in steps]
 
 
 def whole(*lengths):
@@ -112,13 +121,31 @@ def test_a_layer_with_one_tensor_of_its_own_is_launched_with_it(module, prefill,
     assert others[changed].data_ptr() in pointers[1] - pointers[0]
 
 
+def test_later_steps_are_planned_and_launched_as_the_library_would(module, prefill):
+    q, k, v, out = rows(16)
+    prefill.plan(whole(5))
+    prefill.run(q, k, v, out)
+
+    for batch in (whole(7), whole(2, 1, 5), *cached_steps([6, 2], [3, 1], [1, 1])):
+        prefill.plan(batch)
+        prefill.run(q, k, v, out)
+        plan, launch, n = module.plans.pop(), module.launches.pop(), batch.num_query_tokens
+
+        ends = torch.tensor([0, *batch.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        prefix = batch.cache is not None and batch.cache.has_prefix
+        kv_ends = torch.tensor([0, *batch.cache.kv_lens]).cumsum(0, dtype=torch.int32) if prefix else ends
+        prefill._wrapper.plan(ends, kv_ends, **prefill._shape)
+        prefill._wrapper.run(q[:n], *((k, v) if prefix else (k[:n], v[:n])), out=out[:n])
+        assert same(plan, module.plans.pop())
+        lengths_on_the_device = slice(6, 8)  # Unread by the kernel: see test_flashinfer_signatures.
+        expected = list(module.launches.pop())
+        expected[lengths_on_the_device] = launch[lengths_on_the_device]
+        assert same(launch, expected)
+
+
 def test_keys_of_a_prefix_belong_to_each_layer(module, prefill):
     q, _, _, out = rows(4)
-    config = SimpleNamespace(num_hidden_layers=1, kv_cache_dim=4)
-    cache = PagedKVCache(config, max_seqs=1, max_seq_len=16, page_size=4, dtype=torch.float32, device="cpu")
-    sequence = CachedSequence()
-    cache.step([sequence], [6])
-    prefill.plan(cache.step([sequence], [3]))
+    prefill.plan(cached_steps([6], [3])[1])
 
     keys = [rows(9)[1:3] for _ in range(2)]
     for k, v in keys:
@@ -129,23 +156,39 @@ def test_keys_of_a_prefix_belong_to_each_layer(module, prefill):
 
 
 def test_a_plan_reads_no_tensor_of_the_step(module, prefill):
-    config = SimpleNamespace(num_hidden_layers=1, kv_cache_dim=4)
-    cache = PagedKVCache(config, max_seqs=2, max_seq_len=16, page_size=4, dtype=torch.float32, device="cpu")
-    sequences = [CachedSequence(), CachedSequence()]
+    batches = cached_steps([6, 2], [3, 1])
 
-    for lengths, planned in (([6, 2], [[0, 6, 8]] * 2 + [[6, 2]]), ([3, 1], [[0, 3, 4], [0, 9, 12], [9, 3]])):
-        batch = cache.step(sequences, lengths)
+    for batch, planned in zip(batches, ([[0, 6, 8]] * 2 + [[6, 2]], [[0, 3, 4], [0, 9, 12], [9, 3]]), strict=True):
         batch.cu_seqlens = batch.cache.seq_lens = None
         prefill.plan(batch)
-        assert module.planned == planned
+        assert [x.tolist() for x in module.plans[-1][3:6]] == planned  # Queries and keys from 0 up, keys of each.
+        prefill.run(*rows(12))
 
 
-def test_the_library_checks_the_first_layer_of_a_step(module, prefill):
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_a_step_was_not_planned_for_is_refused(module, prefill, is_first):
+    q, k, v, out = rows(8)
+    prefill.plan(whole(5))
+    if not is_first:
+        prefill.run(q, k, v, out)
+        prefill.plan(whole(5))
+        module.launches.clear()
+
+    with pytest.raises(ValueError, match=r"q is torch\.float32 of 8 rows, the plan is for 5 of torch\.bfloat16"):
+        prefill.run(q.float(), k, v, out)
+    with pytest.raises(ValueError, match=r"out is torch\.bfloat16 of 4 rows, the plan is for 5"):
+        prefill.run(q, k, v, out[:4])
+
+    prefill.run(q, k, v, out)
+    assert len(module.launches) == 1
+
+
+def test_a_step_that_the_library_refuses_leaves_its_kernels_as_they_were(module, prefill):
     q, k, v, out = rows(8)
     prefill.plan(whole(5))
 
-    with pytest.raises(ValueError, match="dtype of q"):
-        prefill.run(q.float(), k, v, out)
+    with pytest.raises(ValueError, match="out"):
+        prefill.run(q, k, v, out[..., :1])
 
     prefill.run(q, k, v, out)
     assert len(module.launches) == 1

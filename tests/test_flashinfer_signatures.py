@@ -6,6 +6,7 @@ there is none.
 
 import ast
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,14 @@ def test_calls_bind_to_the_installed_signatures():
             signature.bind(*positional, **keywords)
         except TypeError as e:
             raise AssertionError(f"{where}: {module}.{path}{signature}: {e}") from None
+
+
+def test_the_kernel_for_hopper_reads_a_steps_lengths_from_its_plan_only():
+    flashinfer = pytest.importorskip("flashinfer", reason="no flashinfer-python here", exc_type=Exception)
+    source = (Path(flashinfer.__file__).parent / "data" / "csrc" / "batch_prefill_sm90.cu").read_text()
+
+    launcher = source.split("void BatchPrefillWithRaggedKVCacheSM90Run(")[1].split("\nvoid ")[0]
+
+    # So a step of RaggedPrefill hands over those of the first one, which are on the device already.
+    uses = re.findall(r"[\w.]*\b(?:qo|kv)_indptr\b", launcher)
+    assert uses == ["qo_indptr", "kv_indptr", "params.qo_indptr", "params.kv_indptr"], uses

@@ -94,6 +94,9 @@ def _check_dtypes(*tensors: Tensor) -> None:
 class RaggedPrefill:
     """Causal attention of packed sequences, planned once a step for all layers.
 
+    FlashInfer's wrapper makes the first step's calls of its compiled functions. Later steps make the same calls with
+    their own lengths and tensors: the GPU waits for a plan, and the wrapper's Python would be most of the wait.
+
     Args:
         library: The flashinfer module, or what stands for it in a test.
     """
@@ -109,8 +112,11 @@ class RaggedPrefill:
         }  # fmt: skip
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa3")
-        self._planned: torch.cuda.Event | None = None
-        self._device = device
+        # What the kernel gets beside a step's plan and tensors, known once the wrapper has run: two workspaces; lengths
+        # on the device, which the kernel for Hopper finds in the plan and does not read here; constants.
+        self._constant: tuple[list[Any], list[Any], list[Any]] | None = None
+        self._planned = torch.cuda.Event() if device.type == "cuda" else None
+        self._plan_info: Any = None
         self._num_queries, self._has_prefix = 0, False
         self._layer: tuple[Tensor, ...] | None = None
         self._again: Callable[[], object] | None = None
@@ -121,52 +127,73 @@ class RaggedPrefill:
         A sequence's new tokens are its last ones, so with a longer key side the mask is aligned to the end.
         """
         prefix = batch.cache if batch.cache is not None and batch.cache.has_prefix else None
-        queries = keys = self._bounds(batch.lengths)
+        lengths = prefix.kv_lens if prefix else batch.lengths
+        queries = keys = _bounds(batch.lengths)
         if prefix:
-            keys = self._bounds(prefix.kv_lens)
+            keys = _bounds(lengths)
         if self._planned is not None:
             self._planned.synchronize()  # The plan before may still be on its way out of pinned memory.
-        self._wrapper.plan(queries, keys, **self._shape)
-        if self._device.type == "cuda":
-            self._planned = self._planned or torch.cuda.Event()
+        if self._constant is None:
+            self._wrapper.plan(queries, keys, **self._shape)
+            self._plan_info = self._wrapper._plan_info
+        else:
+            shape, wrapper = self._shape, self._wrapper
+            self._plan_info = wrapper._cached_module.plan(
+                *self._constant[0], wrapper._pin_memory_int_workspace_buffer,
+                queries, keys, torch.tensor(lengths, dtype=torch.int32), batch.num_query_tokens, len(lengths),
+                shape["num_qo_heads"], shape["num_kv_heads"], 1, False,  # A page size, and no CUDA graph.
+                shape["head_dim_qk"], shape["head_dim_vo"], True, -1,  # Causal, over the whole sequence.
+            )  # fmt: skip
+        if self._planned is not None:
             self._planned.record()
         self._layer = self._again = None
         self._num_queries, self._has_prefix = batch.num_query_tokens, prefix is not None
-
-    def _bounds(self, lengths: Sequence[int]) -> Tensor:
-        # Pinned: from other memory the copy to the device may wait for all work before it.
-        bounds = [0, *itertools.accumulate(lengths)]
-        return torch.tensor(bounds, dtype=torch.int32, pin_memory=self._device.type == "cuda")
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """One layer's attention of the planned step.
 
         Layers without a prefix share their tensors, so all but the first launch the kernel with the arguments of the
-        one before: on a short step slicing and FlashInfer's checks would take as long as launching.
+        one before.
 
         Args:
             q: (num_query_tokens, heads, qk_head_dim), padding behind, as in `out`.
             k, v: Of all tokens that the sequences attend to; with padding behind where there is no prefix.
             out: (num_query_tokens, heads, v_head_dim), written.
+
+        Raises:
+            ValueError: Fewer rows than planned, or another dtype: the kernel itself would read on regardless.
         """
         layer = self._layer
         if layer is not None and q is layer[0] and k is layer[1] and v is layer[2] and out is layer[3]:
             assert self._again is not None
             self._again()
             return
-        n = self._num_queries
-        if self._has_prefix:
-            self._wrapper.run(q[:n], k, v, out=out[:n])
-            return
+        n, dtype = self._num_queries, self._shape["q_data_type"]
+        for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
+            if x.dtype != dtype or x.shape[0] < n:
+                raise ValueError(f"{name} is {x.dtype} of {x.shape[0]} rows, the plan is for {n} of {dtype}")
+        rows = q[:n], *((k, v) if self._has_prefix else (k[:n], v[:n])), out[:n]
+        if self._constant is None:
+            asked = self._ask_wrapper(*rows)
+            self._constant = asked[:2], asked[6:8], asked[9:]
+        workspaces, lengths, constants = self._constant
+        arguments = *workspaces, self._plan_info, *rows[:3], *lengths, rows[3], *constants
+        launch = functools.partial(self._wrapper._cached_module.ragged_run, *arguments)
+        launch()
+        if not self._has_prefix:
+            self._layer, self._again = (q, k, v, out), launch
+
+    def _ask_wrapper(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> list[Any]:
+        """What FlashInfer would launch its kernel with, after its own checks."""
+        asked: list[Any] = []
         module = self._wrapper._cached_module
-
-        def launch(*args: object) -> None:
-            self._again = functools.partial(module.ragged_run, *args)
-            self._again()
-
-        self._wrapper._cached_module = SimpleNamespace(ragged_run=launch)
+        self._wrapper._cached_module = SimpleNamespace(ragged_run=lambda *args: asked.extend(args))
         try:
-            self._wrapper.run(q[:n], k[:n], v[:n], out=out[:n])
+            self._wrapper.run(q, k, v, out=out)
         finally:
             self._wrapper._cached_module = module
-        self._layer = (q, k, v, out)
+        return asked
+
+
+def _bounds(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
