@@ -45,7 +45,7 @@ from harness import (
     require_hopper,
     write_result,
 )
-from rank_share import build
+from share import build
 
 sys.path.insert(0, str(REPOSITORY))
 from kimi_k25.backend import use_backend

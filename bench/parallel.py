@@ -16,7 +16,8 @@ from pathlib import Path
 
 from harness import REPOSITORY, Ceilings, print_table, provenance, write_result
 from published import TEXT
-from rank_share import CONTEXT, HIDDEN, floor_ms, share_config
+from rank_share import CONTEXT
+from share import HIDDEN, floor_ms, share_config
 
 LAYERS, VOCABULARY = TEXT["num_hidden_layers"], TEXT["vocab_size"]
 BYTES = 2  # Of a bfloat16.

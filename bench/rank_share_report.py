@@ -19,7 +19,7 @@ from peers import VLLM
 
 # What a kernel is for, by a part of its name; the first that fits.
 KINDS = (
-    ("experts", "humming|int4|down_rows|^_kernel$"),  # The last is layers/int4_down.py's.
+    ("experts", "humming|_down_rows"),
     ("dense products", "nvjet|cublas|gemm|gemv|_linear|one_row"),
     ("attention", "Prefill|_split_kernel|_merge|_absorb|mla|MLA"),
     ("rope, cache, keys", "rope|assemble|append"),

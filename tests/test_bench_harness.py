@@ -7,6 +7,7 @@ from pathlib import Path
 import harness
 import pytest
 import rank_share
+import share
 import torch
 
 BENCH = Path(__file__).parent.parent / "bench"
@@ -116,13 +117,13 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(capsys):
 def test_too_little_memory_names_the_options_that_fit(card, capsys, free, layers, expected):
     card((9, 0), free)
 
-    assert refusal(capsys, rank_share.require_room, 8, layers, spare_gib=12) == expected
+    assert refusal(capsys, share.require_room, 8, layers, spare_gib=12) == expected
 
 
 def test_the_option_that_is_named_fits():
     for free in (20.0, 40.0, 60.0):
-        layers = int(rank_share.what_fits(8, 61, free).split()[1])
-        assert rank_share.share_gib(8, layers) <= free < rank_share.share_gib(8, layers + 1)
+        layers = int(share.what_fits(8, 61, free).split()[1])
+        assert share.share_gib(8, layers) <= free < share.share_gib(8, layers + 1)
 
 
 @pytest.mark.parametrize(

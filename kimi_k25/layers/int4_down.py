@@ -88,7 +88,7 @@ def _activation(gate_up, offsets, mask, STEP: tl.constexpr, I: tl.constexpr, PTX
 
 
 @triton.jit
-def _kernel(
+def _down_rows_kernel(
     gate_up, words, scales, sorted_ids, expert_ids, num_rows, out, P, H,
     I: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, BLOCK_H: tl.constexpr,
     TILES: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
@@ -155,7 +155,7 @@ def down_rows(
     block_h = min(64 if rows == MAX_ROWS else 128, hidden_size & -hidden_size)
     tiles = _tiles_a_program(num_blocks, hidden_size // block_h, most=14 if rows == 16 else 28)
     out = gate_up.new_empty(num_pairs, hidden_size)
-    _kernel[(hidden_size // (block_h * tiles), num_blocks)](
+    _down_rows_kernel[(hidden_size // (block_h * tiles), num_blocks)](
         gate_up, words, scales, sorted_ids, expert_ids, num_rows, out, num_pairs, hidden_size,
         I=INPUTS, SIZE=size // parts, PARTS=parts, M=rows, BLOCK_H=block_h, TILES=tiles,
         PTX=gate_up.is_cuda and gate_up.dtype == torch.bfloat16, num_warps=4, num_stages=3,
