@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -59,22 +59,20 @@ class FileReader:
             OSError: It cannot be read.
         """
         descriptor = os.open(path, os.O_RDONLY)
+        pieces: list[Future[int]] = []
         try:
-            pieces = []
             for begin, tensor in places:
                 data = tensor.detach().flatten().view(torch.uint8)
                 assert data.data_ptr() == tensor.data_ptr(), "a copy would be filled"
                 for start in range(0, data.shape[0], self._piece_bytes):
                     piece = data[start : start + self._piece_bytes]
                     pieces.append(self._threads.submit(self._read, path, descriptor, begin + start, piece))
-            try:
-                for future in pieces:
-                    done(future.result())
-            finally:  # No thread may read a descriptor that is closed, or was given to another file.
-                for future in reversed(pieces):  # In their order each wait would let another piece begin.
-                    if not future.cancel():
-                        future.exception()
-        finally:
+            for future in pieces:
+                done(future.result())
+        finally:  # No thread may read a descriptor that is closed, or was given to another file.
+            for future in reversed(pieces):  # In their order each wait would let another piece begin.
+                if not future.cancel():
+                    future.exception()
             os.close(descriptor)
 
     def _read(self, path: Path, descriptor: int, begin: int, target: Tensor) -> int:
