@@ -117,6 +117,10 @@ def test_the_benchmark_runs_through_and_writes_what_it_promises(bench, monkeypat
     assert result["piecewise_over_full"].keys() == {"8", "16"}
     split = result["host_at_8"]
     assert 0 < result["host_us_per_layer"] == split["whole_bucket"]["us_per_layer"]
-    assert split["whole_bucket"]["attention_us_per_layer"] > 0
+    for where in ("whole_bucket", "with_padding", "without_branches"):
+        parts = "before_first_launch graph_launches first_attention other_attention after_last_launch".split()
+        found = [split[where][f"{part}_us"] for part in parts]
+        assert min(found) > 0
+        assert split[where]["parts_us"] * 0.8 < sum(found) <= split[where]["parts_us"] + 1
     assert split["without_branches"]["ms"].keys() == {"pieces", "full", "branched pieces", "branched full"}
     assert "pieces/full" in capsys.readouterr().out

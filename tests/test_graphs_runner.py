@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from toy_decoder import HIDDEN, NUM_LAYERS, Decoder, Toy
 
 from kimi_k25.graphs import (
@@ -19,6 +20,7 @@ from kimi_k25.graphs import (
     InputSpec,
     VerificationError,
 )
+from kimi_k25.graphs.buffers import StaticInputs
 
 
 def replayed_equals_eager(runner, toy, inputs, **options):
@@ -112,6 +114,33 @@ def test_state_dict_is_the_same_after_capture():
 
     assert list(after) == list(before)
     assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_loading_a_step_does_no_more_than_it_must():
+    specs = {"x": InputSpec((2,), torch.float32), "slots": InputSpec((), torch.int64, pad=7)}
+    statics = StaticInputs(specs, 4, torch.device("cpu"))
+    launched = []
+
+    class Launches(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            launched.extend([func._schema.name] if func._schema.is_mutable else [])
+            return func(*args, **(kwargs or {}))
+
+    def load(num_tokens):
+        launched.clear()
+        with Launches():
+            statics.load({"x": torch.ones(num_tokens, 2), "slots": torch.arange(num_tokens)}, num_tokens, 4)
+        views = statics.views(4)
+        assert views["num_tokens"].tolist() == [num_tokens]
+        assert views["slots"].tolist() == [*range(num_tokens)] + [7] * (4 - num_tokens)
+        assert views["x"].sum() == 2 * num_tokens
+        return sorted(launched)
+
+    assert load(4) == ["aten::copy_", "aten::copy_", "aten::fill_"]
+    assert load(4) == ["aten::copy_", "aten::copy_"]
+    assert load(3) == [*["aten::copy_"] * 2, *["aten::fill_"] * 3]
+    assert load(3) == [*["aten::copy_"] * 2, *["aten::fill_"] * 2]
+    assert load(4) == ["aten::copy_", "aten::copy_", "aten::fill_"]
 
 
 # -- dispatch

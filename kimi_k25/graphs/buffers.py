@@ -41,18 +41,31 @@ class StaticInputs:
             for name, spec in specs.items()
         }
         self.num_tokens = torch.zeros(1, dtype=torch.int32, device=device)
+        self._loaded_tokens = 0
+        self._views: dict[int, dict[str, Tensor]] = {}
 
     def views(self, num_rows: int) -> dict[str, Tensor]:
-        """The first `num_rows` rows of every buffer, and `num_tokens`: what a forward of that bucket reads."""
-        return {name: buffer[:num_rows] for name, buffer in self.buffers.items()} | {"num_tokens": self.num_tokens}
+        """The first `num_rows` rows of every buffer, and `num_tokens`: what a forward of that bucket reads.
+
+        The same views each time, so ask for buckets only.
+        """
+        if num_rows not in self._views:
+            views = {name: buffer[:num_rows] for name, buffer in self.buffers.items()}
+            self._views[num_rows] = views | {"num_tokens": self.num_tokens}
+        return self._views[num_rows]
 
     def load(self, inputs: Mapping[str, Tensor], num_tokens: int, num_rows: int) -> None:
         """Copy a step in and refill the rows behind it with their pad values. No allocation, no sync."""
-        for name, buffer in self.buffers.items():
-            buffer[:num_tokens].copy_(inputs[name])
+        whole = self.views(num_rows)
+        for name, spec in self.specs.items():
+            rows = whole[name]
             if num_tokens < num_rows:
-                buffer[num_tokens:num_rows].fill_(self.specs[name].pad)
-        self.num_tokens.fill_(num_tokens)
+                rows[num_tokens:].fill_(spec.pad)
+                rows = rows[:num_tokens]
+            rows.copy_(inputs[name])
+        if num_tokens != self._loaded_tokens:  # one launch less of every step of a decode
+            self.num_tokens.fill_(num_tokens)
+            self._loaded_tokens = num_tokens
 
     @property
     def nbytes(self) -> int:
