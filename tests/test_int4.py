@@ -1,5 +1,8 @@
 """int4: the layout to the bit, the rounding, and the product over groups."""
 
+import subprocess
+import sys
+
 import pytest
 import reference
 import torch
@@ -10,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kimi_k25.layers.int4 import (
     dequantize_int4,
     int4_grouped_mm,
-    int4_grouped_mm_backward,
     pack_int4,
     unpack_int4,
 )
@@ -123,15 +125,38 @@ def test_gradient_is_that_of_dense_matrices(ends):
     torch.testing.assert_close(grad, expected)
 
 
+def test_the_gradients_gradient_is_the_product_again():
+    packed, scale = make_weights()
+    offsets = torch.tensor([4, 9, 15], dtype=torch.int32)
+    x, direction = torch.randn(17, 64, requires_grad=True), torch.randn(17, 10, requires_grad=True)
+    (grad,) = torch.autograd.grad(int4_grouped_mm(x, packed, scale, offsets), x, direction, create_graph=True)
+
+    (twice,) = torch.autograd.grad(grad, direction, torch.ones_like(grad))
+
+    assert torch.equal(twice, int4_grouped_mm(torch.ones_like(x), packed, scale, offsets))
+
+
+def test_the_first_product_of_a_process_imports_no_compiler():
+    code = (
+        "import sys, torch\nfrom kimi_k25.layers.int4 import int4_grouped_mm\n"
+        "words, ends = torch.zeros(1, 8, 4, dtype=torch.int32), torch.tensor([3], dtype=torch.int32)\n"
+        "int4_grouped_mm(torch.ones(3, 32), words, torch.ones(1, 8, 1).bfloat16(), ends)\n"
+        "assert 'torch._dynamo' not in sys.modules"  # 1.2 s of the first token's time.
+    )
+
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_the_operators_keep_torch_librarys_rules():
     packed, scale = make_weights()
     offsets = torch.tensor([4, 4, 15], dtype=torch.int32)
     x = torch.randn(17, 64, requires_grad=True)
 
-    torch.library.opcheck(int4_grouped_mm, (x, packed, scale, offsets), test_utils=("test_schema", "test_faketensor"))
+    rules = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.kimi_k25.int4_grouped_mm.default, (x, packed, scale, offsets), test_utils=rules)
     grad = torch.randn(17, 10)
     torch.library.opcheck(
-        int4_grouped_mm_backward, (grad, packed, scale, offsets), test_utils=("test_schema", "test_faketensor")
+        torch.ops.kimi_k25.int4_grouped_mm_backward.default, (grad, packed, scale, offsets), test_utils=rules
     )
 
 
@@ -161,4 +186,5 @@ def test_the_operator_passes_every_check_of_torch_library(dtype):
     packed, scale = make_weights()
     x = torch.randn(17, 64, dtype=dtype, requires_grad=True)
 
-    torch.library.opcheck(int4_grouped_mm, (x, packed, scale, torch.tensor([4, 4, 15], dtype=torch.int32)))
+    arguments = (x, packed, scale, torch.tensor([4, 4, 15], dtype=torch.int32))
+    torch.library.opcheck(torch.ops.kimi_k25.int4_grouped_mm.default, arguments)

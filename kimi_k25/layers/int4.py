@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .operators import kernel_op
+
 PER_WORD = 8
 
 
@@ -46,7 +48,7 @@ def _bounds(offsets: Tensor) -> list[tuple[int, int, int]]:
     return [(g, a, b) for g, (a, b) in enumerate(zip([0, *ends], ends, strict=False)) if a < b]
 
 
-@torch.library.custom_op("kimi_k25::int4_grouped_mm", mutates_args=())
+@kernel_op()
 def int4_grouped_mm(x: Tensor, packed: Tensor, scale: Tensor, offsets: Tensor) -> Tensor:
     """Rows of x, sorted by group, each times its group's weight. The plain version: it loops over groups.
 
@@ -70,7 +72,7 @@ def _(x: Tensor, packed: Tensor, scale: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], packed.shape[1])
 
 
-@torch.library.custom_op("kimi_k25::int4_grouped_mm_backward", mutates_args=())
+@kernel_op()
 def int4_grouped_mm_backward(grad: Tensor, packed: Tensor, scale: Tensor, offsets: Tensor) -> Tensor:
     """The gradient with respect to x, (num_rows, in); the packed weights are constants."""
     out = grad.new_zeros(grad.shape[0], packed.shape[2] * PER_WORD)
@@ -92,4 +94,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     return int4_grouped_mm_backward(grad, *ctx.saved_tensors), None, None, None
 
 
+def _backward_of_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    return int4_grouped_mm(grad, *ctx.saved_tensors), None, None, None
+
+
 int4_grouped_mm.register_autograd(_backward, setup_context=_save_weights)
+int4_grouped_mm_backward.register_autograd(_backward_of_backward, setup_context=_save_weights)

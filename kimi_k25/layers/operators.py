@@ -1,4 +1,5 @@
-"""Torch operators of kernels, with little between the call and the launch: `custom_op` costs a decode step 60 us each.
+"""Torch operators of kernels, with little between the call and the launch: `custom_op` costs a decode step 60 us each,
+and the first of a process a second, in which it imports torch's compiler.
 
 An operator is what a graph tape sees; a raw Triton launch it would not. Knows no kernel.
 """
@@ -24,7 +25,7 @@ class _KernelOp(Generic[P, R]):
     def __init__(self, name: str, fn: Callable[P, R], mutates_args: Sequence[str]) -> None:
         self._name = name
         _LIBRARY.define(name + torch.library.infer_schema(fn, mutates_args=mutates_args))
-        # One implementation for all devices and no gradient: these run in inference only.
+        # One implementation for all devices, and no gradient but what register_autograd adds.
         _LIBRARY.impl(name, fn, "CompositeExplicitAutograd")
         self._op: Any = getattr(torch.ops.kimi_k25, name).default
         self.__doc__ = fn.__doc__
@@ -37,6 +38,12 @@ class _KernelOp(Generic[P, R]):
         """Says what shapes come out, without running."""
         torch.library.register_fake(f"kimi_k25::{self._name}", fn, lib=_LIBRARY)
         return fn
+
+    def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
+        """Says how gradients flow; both as torch.library.register_autograd takes them."""
+        torch.library.register_autograd(
+            f"kimi_k25::{self._name}", backward, setup_context=setup_context, lib=_LIBRARY
+        )
 
 
 def kernel_op(*, mutates_args: Sequence[str] = ()) -> Callable[[Callable[P, R]], _KernelOp[P, R]]:
