@@ -11,8 +11,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,6 +41,23 @@ class Choice:
     bucket: int | None = None
     reason: str = ""
     is_fallback: bool = False
+
+
+class _Alone:
+    """A block for one thread at a time, which a second one is refused."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise GraphError(
+                "another thread is inside this runner; its static buffers serve one step at a time. "
+                "Give each thread a runner, or put a lock around run()"
+            )
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._lock.release()
 
 
 def _choose_backend(plan: GraphPlan, device: torch.device) -> tuple[Backend | None, str]:
@@ -112,7 +128,7 @@ class GraphRunner:
         self._eager_num_tokens = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._fingerprint: PointerFingerprint | None = None
         self._state: Literal["new", "captured", "frozen", "closed"] = "new"
-        self._lock = threading.Lock()
+        self._alone = _Alone()
         self._runs: Counter[str] = Counter()
         self._fallbacks: Counter[str] = Counter()
         self._capture_seconds = 0.0
@@ -135,7 +151,7 @@ class GraphRunner:
         """
         if self._state != "new":
             raise CaptureError(f"capture() on a {self._state} runner; make a new one")
-        with self._alone():
+        with self._alone:
             start = time.perf_counter()
             if self.graphs is not None:
                 self.graphs.capture()
@@ -193,7 +209,7 @@ class GraphRunner:
         """
         if self._state == "closed":
             raise GraphError("this runner is closed; make a new one")
-        with self._alone():
+        with self._alone:
             num_tokens = count_tokens(inputs, self._specs["decode" if decode else "prefill"])
             choice = self.can_run(num_tokens, decode=decode)
             if choice.is_fallback:
@@ -218,7 +234,7 @@ class GraphRunner:
         Only at equal size: eager without padding may pick another kernel and differ in the last bits. Arguments
         and result are those of `run`; nothing is counted.
         """
-        with self._alone():
+        with self._alone:
             num_tokens = count_tokens(inputs, self._specs["decode" if decode else "prefill"])
             choice = self.can_run(num_tokens, decode=decode)
             if choice.bucket is None:
@@ -243,18 +259,6 @@ class GraphRunner:
             # Past run and torch.no_grad's wrapper: the line that asked for the step.
             warnings.warn(f"running {choice.mode}: {choice.reason}", GraphFallbackWarning, stacklevel=4)
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        if not self._lock.acquire(blocking=False):
-            raise GraphError(
-                "another thread is inside this runner; its static buffers serve one step at a time. "
-                "Give each thread a runner, or put a lock around run()"
-            )
-        try:
-            yield
-        finally:
-            self._lock.release()
-
     def verify(
         self,
         level: int = 2,
@@ -276,7 +280,7 @@ class GraphRunner:
         if self.graphs is None or not self._ladders:
             why = self._why_eager or self.can_run(1).reason
             raise GraphError(f"nothing to verify: {why}. Call capture() first; on a CPU with backend='tape'")
-        with self._alone():
+        with self._alone:
             if self._fingerprint is not None:
                 self._fingerprint.check()
             return verify(self.graphs, level, batches=batches, head=head, rtol=rtol, atol=atol)
@@ -313,7 +317,7 @@ class GraphRunner:
 
     def close(self) -> None:
         """Drop all graphs together. The runner can't `run` again; another one can be made."""
-        with self._alone():
+        with self._alone:
             self._state = "closed"
             self._fingerprint = None
             if self.graphs is not None:
