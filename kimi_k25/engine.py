@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .layers.kv_cache import AttentionBatch, CachedSequence, PagedKVCache
-from .layers.sampling import sample
+from .layers.sampling import NOT_FINITE, sample
 from .model import KimiK25ForConditionalGeneration
 
 FinishReason = Literal["stop", "length"]
@@ -25,6 +25,9 @@ FinishReason = Literal["stop", "length"]
 class SamplingParams:
     """How tokens are drawn, and when to stop.
 
+    Attributes:
+        stop_token_ids: Beside the configuration's own.
+
     Raises:
         ValueError: A value is out of range.
     """
@@ -33,6 +36,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 0.95
     seed: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if not isinstance(self.max_new_tokens, int):  # 2.5 would never be reached
@@ -131,10 +135,12 @@ class Engine:
             ValueError: A prompt is empty, has an id outside the vocabulary, or leaves no room in the model's context
                 or in the cache.
             CacheFullError: The prompts together do not fit in the cache.
+            RuntimeError: Logits are not finite.
         """
         if not prompts:
             return
         weight = self.model.language_model.lm_head.weight
+        stop_token_ids = self.model.config.stop_token_ids | sampling.stop_token_ids
         limits = [min(sampling.max_new_tokens, self._room(prompt)) for prompt in prompts]
         cache = self._cache or PagedKVCache(
             self.model.config.text_config,
@@ -157,9 +163,15 @@ class Engine:
             while True:
                 alive = []
                 for row, (sequence, token_id) in enumerate(zip(running, ids.tolist(), strict=True)):
+                    if token_id == NOT_FINITE:
+                        raise RuntimeError(
+                            f"logits are not finite at token {sequence.num_generated + 1} of prompt {sequence.index}: "
+                            f"weights have NaN or infinity, or {weight.dtype} overflows. "
+                            "Compare the checkpoint's files with their source, or load it in another dtype"
+                        )
                     sequence.num_generated += 1
                     reason: FinishReason | None = None
-                    if token_id in self.model.config.stop_token_ids:
+                    if token_id in stop_token_ids:
                         reason = "stop"
                     elif sequence.num_generated == sequence.limit:
                         reason = "length"

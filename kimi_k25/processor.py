@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MEDIA_PAD = "<|media_pad|>"
+END_OF_TURN = "<|im_end|>"
 _VIDEO_CHUNK = [
     Control("<|media_begin|>"), "video", Control("<|media_content|>"), Control(MEDIA_PAD), Control("<|media_end|>")
 ]  # fmt: skip
@@ -87,6 +88,9 @@ class Processor:
         video_placeholder: What the template writes for a video; its chunks take that place.
         max_tokens: The model's context; media beyond it are refused before they take memory. None: no limit.
 
+    Attributes:
+        stop_token_ids: What ends a turn of the chat; config.json alone knows only the end of a document.
+
     Raises:
         ValueError: The tokenizer has another id for <|media_pad|>: one of the two files is of another model, or the
             tokenizer was converted and its gaps were closed. Images would be put in the place of other tokens.
@@ -115,6 +119,7 @@ class Processor:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.image_processor = image_processor
+        self.stop_token_ids = frozenset(i for name, i in special_ids.items() if name == END_OF_TURN)
         self._video_placeholder = video_placeholder
         self._max_tokens = max_tokens
 

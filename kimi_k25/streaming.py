@@ -5,8 +5,8 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,14 +71,16 @@ def stream_generate(
     tools: Sequence[Mapping[str, Any]] | None = None,
     sampling: SamplingParams | None = None,
     engine: Engine | None = None,
+    on_prompt: Callable[[int], object] | None = None,
 ) -> Iterator[GenerationStep]:
-    """Yields the answer token by token.
+    """Yields the answer token by token, up to the token that ends a turn of the chat or another that ends generation.
 
     Args:
         messages: In OpenAI's chat format, or one user message as a string; see Processor.
         thinking: Reason before the answer.
         sampling: None: temperature 1.0 with thinking, else 0.6, the values that the model's makers recommend.
         engine: None makes one for this call.
+        on_prompt: Gets the prompt's number of tokens before the model reads them.
 
     Raises:
         ValueError: The messages and the pictures do not fit together, or the prompt exceeds the model's context.
@@ -91,6 +93,9 @@ def stream_generate(
     prompt = Prompt(input_ids=batch.input_ids, pixel_values=batch.pixel_values, grid_thws=batch.grid_thws)
     process_ms = (time.perf_counter() - started) * 1000
     output = processor.output_stream(batch.input_ids.tolist())
+    sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids | processor.stop_token_ids)
+    if on_prompt:
+        on_prompt(batch.input_ids.shape[0])
     first = started
     for count, token in enumerate(engine.generate([prompt], sampling), start=1):
         now = time.perf_counter()

@@ -403,6 +403,31 @@ def test_phases_are_timed():
     assert all(ms > 0 for ms in engine.timings_ms.values())
 
 
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_logits_that_are_not_finite_end_generation_and_give_every_page_back(temperature):
+    model = make_model()
+    cache = make_cache(model)
+    engine, free = Engine(model, cache=cache), set(cache._free_pages)
+    prompts = [golden_prompt("text"), golden_prompt("image")]
+    tokens = engine.generate(prompts, replace(GREEDY, temperature=temperature))
+    next(tokens), next(tokens)
+    with torch.no_grad():
+        model.language_model.model.norm.weight[3] = float("nan")
+
+    with pytest.raises(RuntimeError, match=r"logits are not finite at token 2 of prompt 0: .*torch.float32 overflows"):
+        next(tokens)
+
+    assert set(cache._free_pages) == free
+
+
+def test_stop_ids_of_a_call_are_added_to_the_configurations():
+    engine, text = Engine(make_model(stop={640})), golden_ids("base", "text")
+
+    ids, reasons = tokens_of(engine, [golden_prompt("text")], replace(GREEDY, stop_token_ids=frozenset({text[3]})))
+
+    assert (ids, reasons) == ([text[: text.index(text[3]) + 1]], ["stop"])
+
+
 def test_generation_builds_no_graph_of_gradients_and_leaves_the_model_trainable():
     model = make_model()
     tokens = Engine(model).generate([golden_prompt("text")], GREEDY)

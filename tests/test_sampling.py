@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kimi_k25.layers.sampling import sample
+from kimi_k25.layers.sampling import NOT_FINITE, sample
 
 LOGITS = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
 
@@ -81,3 +81,20 @@ def test_the_coldest_temperature_takes_the_likeliest():
 
     for temperature in (1e-3, 1e-30, 5e-324):
         assert sample(logits, temperature=temperature, top_p=1.0).tolist() == [1]
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_is_told_and_the_others_are_drawn(broken, temperature):
+    logits = torch.full((3, 4), float("-inf"))
+    logits[0, 2] = logits[1, 1] = logits[2, 3] = 5.0
+    logits[1, 2] = broken
+
+    assert sample(logits, temperature=temperature, top_p=0.9).tolist() == [2, NOT_FINITE, 3]
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_a_row_without_any_allowed_id_is_not_finite(temperature):
+    logits = torch.full((1, 4), float("-inf"))
+
+    assert sample(logits, temperature=temperature, top_p=1.0).tolist() == [NOT_FINITE]

@@ -1,14 +1,16 @@
 """Messages in, text out: what streams is what there is, reasoning apart from the answer, and what each answer took."""
 
 import itertools
+import shutil
 import types
+from dataclasses import replace
 
 import pytest
 import torch
-from golden import FOLDERS, GOLDENS, shared_model
+from golden import FOLDERS, GOLDENS, TENSORS, shared_model
 from oracle_media import make_frames, make_image
 
-from kimi_k25 import Engine, SamplingParams, generate_text, load_processor, stream_generate
+from kimi_k25 import Engine, SamplingParams, generate_text, load_model, load_processor, stream_generate
 from kimi_k25.engine import GeneratedToken
 from kimi_k25.layers.kv_cache import PagedKVCache
 
@@ -161,14 +163,16 @@ def test_sampling_that_the_makers_recommend_is_the_default(model, processor, thi
 
     list(stream_generate(model, processor, "hi", thinking=thinking, engine=engine))
 
-    assert engine.sampling == SamplingParams(temperature=temperature, top_p=0.95)
+    end = frozenset({END_OF_TURN})
+    assert engine.sampling == SamplingParams(temperature=temperature, top_p=0.95, stop_token_ids=end)
     opened, closed = (engine.prompt.input_ids == i for i in (THINK, END_OF_THINKING))
     assert opened.sum() == 1 and closed.sum() == (0 if thinking else 1)
 
 
 def test_options_reach_the_prompt_and_the_engine(model, processor):
     tools = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
-    engine, sampling, images = Scripted([END_OF_TURN]), SamplingParams(seed=9), [make_image("A")]
+    sampling = SamplingParams(seed=9, stop_token_ids=frozenset({7}))
+    engine, images = Scripted([END_OF_TURN]), [make_image("A")]
 
     list(stream_generate(model, processor, "hi", images=images, tools=tools, sampling=sampling, engine=engine))
 
@@ -177,12 +181,36 @@ def test_options_reach_the_prompt_and_the_engine(model, processor):
     assert torch.equal(engine.prompt.input_ids, batch.input_ids)
     assert torch.equal(engine.prompt.pixel_values, batch.pixel_values)
     assert torch.equal(engine.prompt.grid_thws, batch.grid_thws)
-    assert engine.sampling is sampling
+    assert engine.sampling == replace(sampling, stop_token_ids=frozenset({7, END_OF_TURN}))
+
+
+def test_the_size_of_the_prompt_is_told_before_it_is_read(model, processor):
+    told, engine = [], Scripted([END_OF_TURN])
+
+    def on_prompt(num_tokens):
+        told.append((num_tokens, hasattr(engine, "prompt")))
+
+    next(stream_generate(model, processor, TEXT, engine=engine, on_prompt=on_prompt))
+
+    assert told == [(17, False)]
 
 
 def test_a_stop_id_of_the_checkpoint_ends_the_answer(model, processor):
     assert model.config.stop_token_ids == {385, END_OF_TURN}
     assert say(model, processor, [END_OF_TURN])[-1].finish_reason == "stop"
+
+
+def test_the_end_of_a_turn_ends_the_answer_though_no_configuration_says_so(tmp_path):
+    checkpoint = shutil.copytree(FOLDERS["base"], tmp_path / "tiny")
+    (checkpoint / "generation_config.json").unlink()
+    model = load_model(checkpoint)
+    with torch.no_grad():  # Makes it the likeliest by far.
+        model.language_model.lm_head.weight[END_OF_TURN] = TENSORS["base.fp32.text.hidden.3"][-1] * 100
+    assert model.config.stop_token_ids == {385}
+
+    (step,) = stream_generate(model, load_processor(checkpoint), TEXT, sampling=GREEDY)
+
+    assert (step.token_id, step.finish_reason) == (END_OF_TURN, "stop")
 
 
 def test_what_does_not_fit_is_refused_before_the_first_token(model, processor):
