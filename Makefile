@@ -13,6 +13,8 @@ endif
 
 demo: $(VENV)/.kimi
 	$(VENV)/bin/python -m kimi_k25.generate -i kimi_k25/tiny/demo.png -p "What digit is this?"
+	@echo 'Next: $(VENV)/bin/python -m kimi_k25.generate -i PICTURE -p "What colour is the star?"'
+	@echo 'For the other lines of README.md: source $(VENV)/bin/activate'
 
 test: $(VENV)/.test lint
 	$(VENV)/bin/python -m pytest -n 2

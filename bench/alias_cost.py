@@ -123,7 +123,7 @@ def measure(num_rounds: int = NUM_ROUNDS) -> dict[str, float]:
 
 
 def table(ns: dict[str, float]) -> str:
-    """The rows that the README shows, each beside what it is compared with."""
+    """The rows as bench/README.md shows them, each beside what it is compared with."""
     lines = ["| statement | ns | compared with | ns | difference |", "| --- | ---: | --- | ---: | ---: |"]
     for row, base in {
         "guarded.model": "plain.language_model",
