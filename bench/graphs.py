@@ -6,7 +6,7 @@ Bitwise equality in every order of three buckets, with the allocator churned in 
 42-size ladder, with bridge buffers and with strong per-layer buffers; replay in pieces against one full graph of the
 same forward over the same static buffers; decode with and without prefill graphs beside it; what a replay costs the
 host, and how much of that the GPU waits for; and the library breakable-cuda-graphs on the same model, if it is
-installed. What is compared runs in turns, so that a drift of the clocks meets all alike. The share is rank_share.py's:
+installed. What is compared runs in turns, so that a drift of the clocks meets all alike. The share is share.py's:
 no collectives, one layer's rearranged experts copied to the others, routers balanced.
 """
 
@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 from harness import apart, free_memory, measure, measure_in_turns, print_table, provenance, pyplot, refuse, write_result
-from rank_share import (
+from rank_share import CONTEXT
+from share import (
     BALANCING_STEPS,
-    CONTEXT,
     TOPK,
     Steps,
     balance_routers,
