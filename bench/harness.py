@@ -81,7 +81,8 @@ def require_extras(*modules: tuple[str, str]) -> None:
     Args:
         modules: Package on PyPI, and what it is imported as.
     """
-    from kimi_k25.layers.flashinfer_ops import MissingLibraryError, import_flashinfer, import_gpu_library
+    from kimi_k25.layers.flashinfer_ops import import_flashinfer
+    from kimi_k25.layers.gpu_libraries import MissingLibraryError, import_gpu_library
 
     for package, module in modules:
         try:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from .layers.flashinfer_ops import MissingLibraryError, RaggedPrefill, import_flashinfer, import_gpu_library
+from .layers.flashinfer_ops import RaggedPrefill, import_flashinfer
+from .layers.gpu_libraries import MissingLibraryError, import_gpu_library
 from .layers.moe import Int4RoutedExperts
 from .model import KimiK25ForConditionalGeneration
 

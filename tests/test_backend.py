@@ -9,8 +9,9 @@ import torch
 from kimi_k25 import backend
 from kimi_k25.backend import BackendError, use_backend
 from kimi_k25.checkpoint import load_model
-from kimi_k25.layers import flashinfer_ops
-from kimi_k25.layers.flashinfer_ops import MissingLibraryError, fused_add_rmsnorm
+from kimi_k25.layers import gpu_libraries
+from kimi_k25.layers.flashinfer_ops import fused_add_rmsnorm, import_flashinfer
+from kimi_k25.layers.gpu_libraries import MissingLibraryError
 from kimi_k25.layers.parallel import ParallelPlan
 
 ORACLE = Path(__file__).parent / "data" / "oracle"
@@ -49,10 +50,10 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatc
     def broken(module):
         raise AssertionError("Torch not compiled with CUDA enabled")  # What some releases raise at import.
 
-    monkeypatch.setattr(flashinfer_ops.importlib, "import_module", broken)
+    monkeypatch.setattr(gpu_libraries.importlib, "import_module", broken)
 
     with pytest.raises(MissingLibraryError, match=r"flashinfer-python .* \(AssertionError: .*pip install") as e:
-        flashinfer_ops.import_flashinfer()
+        import_flashinfer()
     assert e.value.name == "flashinfer-python"
 
 

@@ -6,7 +6,6 @@ Importing this file imports no FlashInfer; `import_flashinfer` says why when it 
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 import os
 import tempfile
@@ -18,34 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .gpu_libraries import import_gpu_library
 from .kv_cache import AttentionBatch
 from .operators import kernel_op
 
-__all__ = ["INSTALL", "MissingLibraryError", "RaggedPrefill", "fused_add_rmsnorm", "import_flashinfer", "rmsnorm"]
+__all__ = ["WORKSPACE_BYTES", "RaggedPrefill", "fused_add_rmsnorm", "import_flashinfer", "rmsnorm"]
 
-INSTALL = "pip install 'aliasmix[kimi,gpu]'"
 WORKSPACE_BYTES = 128 * 2**20  # What FlashInfer recommends for the parts of split attention.
-
-
-class MissingLibraryError(ImportError):
-    """A library of the `gpu` extra that is not there, or does not import.
-
-    Attributes:
-        name: Of the library, as ImportError has it.
-    """
-
-
-def import_gpu_library(package: str, module: str) -> Any:
-    """Imports `module`, which `package` on PyPI provides.
-
-    Raises:
-        MissingLibraryError: With the reason and the command that installs it.
-    """
-    try:
-        return importlib.import_module(module)
-    except Exception as e:  # A broken installation raises AssertionError and RuntimeError too.
-        reason = f"{package} is not usable ({type(e).__name__}: {e}); install it with: {INSTALL}"
-        raise MissingLibraryError(reason, name=package) from e
 
 
 def import_flashinfer(module: str = "flashinfer") -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import int4_down
-from .flashinfer_ops import import_gpu_library
+from .gpu_libraries import import_gpu_library
 from .moe import Int4RoutedExperts
 from .moe_kernels import swiglu_rows
 
