@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from kimi_k25.backend import set_fast_decoder, why_not_flashinfer
 from kimi_k25.config import KimiK25Config, TextConfig
 from kimi_k25.decoder_graphs import GraphedDecoder
-from kimi_k25.layers.kv_cache import AttentionBatch, CachedSequence, PagedKVCache
+from kimi_k25.layers.attention_batch import AttentionBatch
+from kimi_k25.layers.kv_cache import CachedSequence, PagedKVCache
 from kimi_k25.layers.moe import Int4RoutedExperts
 from kimi_k25.model import KimiK25ForConditionalGeneration
 

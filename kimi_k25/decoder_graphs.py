@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from .engine import Engine
 from .graphs import GraphPlan, GraphRunner, InputSpec, resolve_decoder
-from .layers.kv_cache import AttentionBatch, CachedSequence, CacheStep, PagedKVCache
+from .layers.attention_batch import AttentionBatch, CacheStep
+from .layers.kv_cache import CachedSequence, PagedKVCache
 from .model import KimiK25ForConditionalGeneration
 
 __all__ = ["GraphedDecoder", "graphed_engine"]

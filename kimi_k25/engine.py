@@ -14,7 +14,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from .layers.kv_cache import AttentionBatch, CachedSequence, PagedKVCache
+from .layers.attention_batch import AttentionBatch
+from .layers.kv_cache import CachedSequence, PagedKVCache
 from .layers.sampling import NOT_FINITE, sample
 from .model import KimiK25ForConditionalGeneration
 

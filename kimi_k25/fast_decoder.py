@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from .language_model import DecoderLayer, DeepseekV3Model
 from .layers.allreduce_norm import AllReduceAddRMSNorm
+from .layers.attention_batch import AttentionBatch
 from .layers.flashinfer_ops import rmsnorm
 from .layers.fused_mla import FusedLatentAttention, PrefillAttention, PrefillBuffers
 from .layers.fused_moe import ExpertProducts, FusedExperts, FusedSwiGLU
-from .layers.kv_cache import AttentionBatch
 from .layers.mlp import SwiGLU
 from .layers.moe import Int4RoutedExperts, MixtureOfExperts
 from .layers.norm import RMSNorm, rms_norm

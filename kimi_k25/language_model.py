@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .config import KimiK25Config, TextConfig
 from .layers.allreduce_norm import AllReduceAddRMSNorm
-from .layers.kv_cache import AttentionBatch
+from .layers.attention_batch import AttentionBatch
 from .layers.mla import MultiHeadLatentAttention
 from .layers.mlp import SwiGLU
 from .layers.moe import MixtureOfExperts

@@ -12,7 +12,7 @@ from aliasmix import GuardedSetattrMixin, ReadOnlyAlias
 
 from .config import KimiK25Config
 from .language_model import DeepseekV3ForCausalLM
-from .layers.kv_cache import AttentionBatch
+from .layers.attention_batch import AttentionBatch
 from .layers.parallel import WHOLE, ParallelPlan, gather_rows
 from .projector import PatchMergerMLP
 from .vision_tower import MoonViT3d

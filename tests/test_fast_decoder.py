@@ -23,9 +23,10 @@ from kimi_k25.decoder_graphs import GraphedDecoder
 from kimi_k25.fast_decoder import FastDecoder
 from kimi_k25.graphs import BucketPolicy, GraphPlan
 from kimi_k25.layers import mla_decode
+from kimi_k25.layers.attention_batch import AttentionBatch
 from kimi_k25.layers.fused_moe import FusedExperts
 from kimi_k25.layers.int4 import dequantize_int4
-from kimi_k25.layers.kv_cache import AttentionBatch, CachedSequence, PagedKVCache
+from kimi_k25.layers.kv_cache import CachedSequence, PagedKVCache
 from kimi_k25.layers.moe import MixtureOfExperts
 from kimi_k25.layers.packed import attend
 from kimi_k25.layers.parallel import WHOLE, ParallelPlan

@@ -12,9 +12,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Read when a kernel is defined.
 pytest.importorskip("triton")
 
+from kimi_k25.layers.attention_batch import AttentionBatch
 from kimi_k25.layers.flashinfer_ops import RaggedPrefill
 from kimi_k25.layers.fused_mla import ragged_attention
-from kimi_k25.layers.kv_cache import AttentionBatch, CachedSequence, PagedKVCache
+from kimi_k25.layers.kv_cache import CachedSequence, PagedKVCache
 
 HEADS, QK, V = 2, 24, 16
 

@@ -15,7 +15,8 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from kimi_k25.layers import mla_decode
-from kimi_k25.layers.kv_cache import CacheStep, append_to_cache
+from kimi_k25.layers.attention_batch import CacheStep
+from kimi_k25.layers.kv_cache import append_to_cache
 from kimi_k25.layers.mla import latent_attention
 from kimi_k25.layers.mla_decode import absorb_queries, attend_parts, merge_and_project, merge_parts, num_key_splits
 from kimi_k25.layers.mla_kernels import assemble_prefill, norm_rope_append

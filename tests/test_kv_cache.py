@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from random_models import make_config
 
 from kimi_k25.layers.kv_cache import (
-    AttentionBatch,
     CachedSequence,
     CacheFullError,
     PagedKVCache,
@@ -160,13 +159,3 @@ def test_what_is_written_is_read_back_in_the_order_of_each_sequence():
     for which, length in enumerate((8, 8)):
         assert torch.equal(found[which, :length], torch.cat(written[which]))
     assert not cache.layers[0].any() and not cache.layers[2].any() and not cache.layers[1, 0].any()
-
-
-def test_whole_sequences_without_a_cache():
-    batch = AttentionBatch.without_cache([2, 1, 3], device=CPU)
-
-    assert batch.positions.tolist() == [0, 1, 0, 0, 1, 2]
-    assert batch.cu_seqlens.tolist() == [0, 2, 3, 6] and batch.cu_seqlens.dtype == torch.int32
-    assert (batch.max_seqlen, batch.num_query_tokens, batch.cache) == (3, 6, None)
-    positions = torch.arange(6) + 7
-    assert AttentionBatch.without_cache([6], device=CPU, positions=positions).positions is positions

@@ -7,7 +7,8 @@ from random_models import make_config, make_model, randomize
 
 from kimi_k25.graphs import will_it_capture
 from kimi_k25.language_model import DeepseekV3ForCausalLM
-from kimi_k25.layers.kv_cache import AttentionBatch, CachedSequence, PagedKVCache
+from kimi_k25.layers.attention_batch import AttentionBatch
+from kimi_k25.layers.kv_cache import CachedSequence, PagedKVCache
 
 CPU = torch.device("cpu")
 ATOL = 1.5e-4  # Of float32 logits whose standard deviation is about 1, here and in the goldens.

@@ -5,7 +5,8 @@ import reference
 import torch
 from random_models import make_config, randomize
 
-from kimi_k25.layers.kv_cache import AttentionBatch, CachedSequence, PagedKVCache
+from kimi_k25.layers.attention_batch import AttentionBatch
+from kimi_k25.layers.kv_cache import CachedSequence, PagedKVCache
 from kimi_k25.layers.mla import MultiHeadLatentAttention
 from kimi_k25.layers.rope import TextRope
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .attention_batch import AttentionBatch
 from .gpu_libraries import import_gpu_library
-from .kv_cache import AttentionBatch
 from .operators import kernel_op
 
 __all__ = ["WORKSPACE_BYTES", "RaggedPrefill", "fused_add_rmsnorm", "import_flashinfer", "rmsnorm"]

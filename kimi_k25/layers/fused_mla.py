@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..graphs import break_point
-from .kv_cache import AttentionBatch, CacheStep, read_cache
+from .attention_batch import AttentionBatch, CacheStep
+from .kv_cache import read_cache
 from .mla import LORA_NORM_EPS, MultiHeadLatentAttention
 from .mla_decode import absorb_queries, attend_parts, merge_and_project, merge_parts
 from .mla_kernels import assemble_prefill, norm_rope_append

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ..config import TextConfig
 from ..graphs import break_point
-from .kv_cache import AttentionBatch, CacheStep, append_to_cache, read_cache
+from .attention_batch import AttentionBatch, CacheStep
+from .kv_cache import append_to_cache, read_cache
 from .norm import RMSNorm
 from .packed import attend, packed_attention, packed_index, padded_index
 from .parallel import WHOLE, ParallelPlan

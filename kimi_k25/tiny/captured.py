@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .. import vision_tower
 from ..layers import mla
-from ..layers.kv_cache import AttentionBatch
+from ..layers.attention_batch import AttentionBatch
 from ..model import KimiK25ForConditionalGeneration
 from ..vision_tower import VisionPositionEmbedding, vision_rope
 from .packing import BatchShape

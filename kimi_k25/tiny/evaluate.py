@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from ..checkpoint import load_model
-from ..layers.kv_cache import AttentionBatch
+from ..layers.attention_batch import AttentionBatch
 from ..model import KimiK25ForConditionalGeneration
 from ..tokenizer import Tokenizer, load_tokenizer
 from . import architecture
@@ -153,6 +154,12 @@ def examine(folder: Path, tokenizer: Tokenizer, num_questions: int, device: str,
     }
 
 
+def require_digits(parser: argparse.ArgumentParser) -> None:
+    """Ends with a line that says how to get scikit-learn, if it is not there."""
+    if importlib.util.find_spec("sklearn") is None:
+        parser.exit(2, f"{parser.prog}: error: the digits are scikit-learn's: `pip install scikit-learn`\n")
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kimi_k25.tiny.evaluate", description=(__doc__ or "").split(":")[0])
     parser.add_argument("--checkpoint", type=Path, default=architecture.FOLDER, help="its int4 variant is in int4/")
@@ -160,6 +167,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--questions", type=int, default=2000)
     parser.add_argument("--result", type=Path, help="a training's tiny_training.json, whose answers are replaced")
     args = parser.parse_args(argv)
+    require_digits(parser)
     if args.result and not args.result.is_file():
         parser.error(f"--result {args.result} is not a file; training writes it")
     dtype = torch.bfloat16 if args.device.startswith("cuda") else torch.float32
