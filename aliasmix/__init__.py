@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from aliasmix.trace import Registration, trace_registrations
     from aliasmix.unaliased import Unaliased
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "alias": ("ReadOnlyAlias", "aliases", "explain"),
     "errors": (

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from aliasmix import __version__
 from aliasmix.errors import UnreadableFileError
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"aliasmix {__version__}", help="print it and end")
     common = _Parser(add_help=False)
     common.add_argument("--format", choices=("text", "json", "github"), default="text", help="what stdout gets")
     common.add_argument(
@@ -304,3 +306,7 @@ def _finish(report: Report, args: argparse.Namespace, extra: dict[str, Any] | No
             print(f"aliasmix: error: {path}: {f.paths[0]} {f.detail}", file=sys.stderr)
         return text, UNREADABLE
     return text, FOUND if report.at_least(args.fail_on) else CLEAN
+
+
+if __name__ == "__main__":
+    sys.exit(main())

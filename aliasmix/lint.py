@@ -39,7 +39,7 @@ def lint(paths: Iterable[str | os.PathLike[str]]) -> Report:
     """Reads Python files, and all that lie in folders.
 
     Raises:
-        UnreadableFileError: A path that is not there, or a file that is no Python.
+        UnreadableFileError: A path that is not there, a file whose name does not end in .py, or that is no Python.
     """
     findings: list[Finding] = []
     files = list(_files(paths))
@@ -60,7 +60,9 @@ def lint_source(source: str | bytes, file: str) -> list[Finding]:
             tree = ast.parse(source, file)
     except (SyntaxError, ValueError, RecursionError) as error:
         line = getattr(error, "lineno", None)
-        raise UnreadableFileError(file, f"not Python{f' (line {line})' if line else ''}: {error}") from None
+        # A SyntaxError's own text repeats file and line.
+        reason = error.msg if isinstance(error, SyntaxError) else error
+        raise UnreadableFileError(file, f"not Python{f' (line {line})' if line else ''}: {reason}") from None
     text = source if isinstance(source, str) else source.decode("utf-8", "replace")
     allowed = {number for number, line in enumerate(text.splitlines(), 1) if ALLOW.search(line)}
     statements = [_Class(node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
@@ -367,8 +369,12 @@ def _files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
 
 
 def _read(file: Path) -> bytes:
-    if file.exists() and not file.is_file():
+    if not file.exists():
+        raise UnreadableFileError(file, "there is no such file or folder")
+    if not file.is_file():
         raise UnreadableFileError(file, "is not a regular file")  # a pipe would be waited on for ever
+    if file.suffix != ".py":
+        raise UnreadableFileError(file, "is no .py file; Python files and folders of them are read")
     try:
         return file.read_bytes()
     except OSError as error:

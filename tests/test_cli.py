@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import tomllib
 
 import pytest
 import torch
@@ -288,7 +289,7 @@ def test_lint_names_file_and_line(run, here):
         (("manifest", "gone", "-o", "keys.json"), 4, "gone: there is no such file or folder"),
         (("diff", "newer.json", "newer.json"), 4, "version 2"),
         (("lint", "broken.py"), 4, "broken.py: not Python (line 1)"),
-        (("lint", "gone.py"), 4, "gone.py: No such file or directory"),
+        (("lint", "gone.py"), 4, "gone.py: there is no such file or folder"),
     ],
 )
 def test_bad_input_is_named_without_a_traceback(run, here, argv, code, message):
@@ -336,6 +337,7 @@ def test_a_missing_shard_is_a_finding_too(run, here):
         ["manifest", "model.safetensors"],
         ["diff", "model.safetensors", "model.safetensors"],
         ["lint", "factories.py"],
+        ["--version"],
     ],
 )
 def test_commands_without_a_factory_load_no_torch(here, request, argv):
@@ -372,9 +374,10 @@ def test_a_reader_that_leaves_early_is_no_error(here, request):
     assert done.stderr == b""
 
 
-def test_python_dash_m_is_the_command(here, request):
+@pytest.mark.parametrize("module", ["aliasmix", "aliasmix.cli"])
+def test_python_dash_m_is_the_command(here, request, module):
     done = subprocess.run(
-        [sys.executable, "-m", "aliasmix", "check", "factories:Dup"],
+        [sys.executable, "-m", module, "check", "factories:Dup"],
         env={"PYTHONPATH": str(request.config.rootpath)},
         capture_output=True,
         text=True,
@@ -453,6 +456,12 @@ def test_a_manifest_that_cannot_be_written_is_an_error_and_leaves_nothing(run, h
 def command(request, *argv, **options):
     env = {"PYTHONPATH": str(request.config.rootpath), "PATH": "", "PYTHONIOENCODING": "ascii"}
     return subprocess.run([sys.executable, "-m", "aliasmix", *argv], env=env, timeout=60, **options)
+
+
+def test_the_version_is_the_packages(run, request):
+    stated = tomllib.loads((request.config.rootpath / "pyproject.toml").read_text())["project"]["version"]
+
+    assert run("--version") == (0, f"aliasmix {stated}\n", "")
 
 
 def test_a_terminal_without_the_letters_of_a_name_gets_escapes(here, request):

@@ -267,8 +267,22 @@ def test_what_is_no_python_is_named(tmp_path, content):
 
 
 def test_a_path_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(UnreadableFileError, match="No such file"):
+    with pytest.raises(UnreadableFileError, match=r"gone\.py: there is no such file or folder"):
         lint([tmp_path / "gone.py"])
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path):
+    (tmp_path / "README.md").write_text("# Title")
+
+    with pytest.raises(UnreadableFileError, match=r"README\.md: is no \.py file; Python files and folders"):
+        lint([tmp_path / "README.md"])
+
+
+def test_the_place_of_a_syntax_error_is_said_once(tmp_path):
+    (tmp_path / "bad.py").write_text("x = 1\ny = 'open\n")
+
+    with pytest.raises(UnreadableFileError, match=r"bad\.py: not Python \(line 2\): unterminated[^,]*$"):
+        lint([tmp_path / "bad.py"])
 
 
 def test_our_own_packages_are_clean(request):
