@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from kimi_k25.config import KimiK25Config, load_config
 from kimi_k25.layers.int4 import dequantize_int4, pack_int4
 from kimi_k25.layers.packed import packed_attention
 from kimi_k25.processor import load_processor
-from kimi_k25.tiny import architecture, captured, digits, scenes, train
+from kimi_k25.tiny import architecture, captured, digits, evaluate, scenes, train
 from kimi_k25.tiny.exam import EXAM, exam
 from kimi_k25.tiny.lessons import Lesson, Teacher, Turn, Video
 from kimi_k25.tiny.master_weights import MasterWeights
@@ -84,6 +85,18 @@ def test_digits_are_split_without_overlap() -> None:
     assert len(test_labels) == 359
     assert set(test_labels) == set(range(10))
     assert not {s.tobytes() for s in train_scans} & {s.tobytes() for s in test_scans}
+
+
+@pytest.mark.parametrize("command", [train, evaluate])
+def test_without_scikit_learn_a_line_says_how_to_get_it(command, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+
+    with pytest.raises(SystemExit, match="2"):
+        command.main([])
+
+    out, err = capsys.readouterr()
+    name = command.__name__
+    assert (out, err) == ("", f"python -m {name}: error: the digits are scikit-learn's: `pip install scikit-learn`\n")
 
 
 def test_demo_picture_is_a_test_scan() -> None:

@@ -306,7 +306,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=2000, help="held-out questions asked at the end")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="without --steps: about how long it may learn")
     parser.add_argument("--commit", default="", help="for the result, where there is no git")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    evaluate.require_digits(parser)
+    return args
 
 
 def main(argv: list[str] | None = None) -> None:
