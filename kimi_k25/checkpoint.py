@@ -27,7 +27,7 @@ from aliasmix.integrity import compare_tensors
 from aliasmix.tensorinfo import INDEX_NAME, Checkpoint, TensorInfo, listing, read_checkpoint
 
 from .checkpoint_files import Tensors, has_checkpoint, num_bytes, write_checkpoint
-from .config import KimiK25Config, load_config
+from .config import NO_FOLDER, KimiK25Config, load_config
 from .config_json import config_json
 from .file_reader import FileReader
 from .layers.parallel import WHOLE, ParallelPlan
@@ -97,6 +97,8 @@ def load_model(
     device = _present_device(device)
     if dtype not in (None, torch.float32, torch.bfloat16):
         raise ValueError(f"dtype is {dtype!r}; supported: torch.float32, torch.bfloat16")
+    if not Path(checkpoint).exists():
+        raise UnreadableFileError(checkpoint, NO_FOLDER)
     files = read_checkpoint(checkpoint)
     if (files.folder / "hf_quant_config.json").exists():
         reason = f"marks a ModelOpt (NVFP4) checkpoint; {SUPPORTED}"

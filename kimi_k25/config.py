@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aliasmix.errors import UnreadableFileError
 from aliasmix.jsonfile import quote, read_object
 
+NO_FOLDER = "is no folder here; a checkpoint is a local folder, and nothing is downloaded"
 MAX_SIZE = 2**24  # Of any one dimension; the published model's largest is 2**18.
 MAX_LAYERS = 1024
 MAX_EXPERT_MATRICES = 200_000  # Layers x experts; the published model has 60 x 384.
@@ -453,6 +455,8 @@ def load_config(checkpoint: str | os.PathLike[str]) -> KimiK25Config:
         ConfigError: A value is missing, malformed or not supported.
     """
     path = Path(checkpoint) / "config.json"
+    if not path.parent.is_dir():
+        raise UnreadableFileError(checkpoint, NO_FOLDER)
     generation = path.with_name("generation_config.json")
     raw = read_object(path, fractions=True)
     raw_generation = read_object(generation, fractions=True) if generation.exists() else None

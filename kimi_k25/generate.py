@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -20,6 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from aliasmix import __version__
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -35,6 +38,12 @@ if TYPE_CHECKING:
 PROG = "kimi_k25.generate"
 EMBEDDED_DEFAULT = Path(__file__).parent / "tiny"
 RAN_AND_FAILED, UNUSABLE_INPUT, INTERRUPTED = 1, 2, 130
+MAX_SEQ_LEN = 16384  # By default, in and out.
+LONG_PROMPT = 2000  # Tokens; a CPU reads for seconds or minutes from here on.
+NOTHING_ASKED = "nothing is asked; give a prompt with -p TEXT, or --chat"
+# By the names that are imported: torch and what the extra `kimi` installs.
+REQUIRED = ("torch", "safetensors", "tiktoken", "jinja2", "PIL", "numpy", "tqdm")
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm")
 MAX_STDIN_CHARS = 2**24  # a full context of the published model, 64 characters a token
 
 
@@ -60,11 +69,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--backend", choices=backends, default="auto", help="the decoder's kernels (default: the fastest that runs)")
     graphs = ["auto", "off", "strict"]
     add("--graphs", choices=graphs, default="auto", help="CUDA graphs: on with a GPU; strict: end where a step cannot")
-    add("--max-seq-len", metavar="N", type=int, default=16384, help="with graphs: tokens in and out (default 16384)")
+    add("--max-seq-len", metavar="N", type=int, help="with graphs: tokens in and out (default 16384)")
     add("--tp", metavar="N", type=int, help="ranks that share the model (default: all that torchrun started)")
     add("--ep", metavar="M", type=int, default=1, help="divide experts by number over M groups of ranks (default 1)")
     add("--json", action="store_true", help="print one object: text, reasoning, token_ids, finish_reason, timings")
     add("--debug", action="store_true", help="show the traceback of an error")
+    add("--version", action="version", version=f"{PROG} of aliasmix {__version__}", help="print it and end")
     return parser
 
 
@@ -174,17 +184,22 @@ def _exit_code(args: argparse.Namespace, terminal: _Terminal, stage: list[int]) 
         if args.debug:
             traceback.print_exc()
         reason = " ".join(str(e).split())
+        if isinstance(e, ModuleNotFoundError) and e.name in REQUIRED:
+            reason = (
+                f"{e.name} is not installed for {sys.executable}; in the repository's folder, "
+                "`pip install -e '.[kimi]'`, or run .venv/bin/python, which `make demo` sets up"
+            )
         is_foreseen = reason and isinstance(e, ValueError | OSError | RuntimeError | ImportError)
         terminal.fail(reason if is_foreseen else f"{type(e).__name__}: {reason}", e)
         return stage[0]
 
 
 def _run(args: argparse.Namespace, terminal: _Terminal, stage: list[int]) -> int:
-    if args.prompt is None and not args.chat:
-        raise ValueError("nothing is asked; give a prompt with -p TEXT, or --chat")
+    if not (args.prompt or "").strip() and not args.chat:
+        raise ValueError(NOTHING_ASKED)
     if args.json and args.chat:
         raise ValueError("--json prints one answer; it does not go with --chat")
-    if args.max_seq_len < 1:
+    if args.max_seq_len is not None and args.max_seq_len < 1:
         raise ValueError(f"--max-seq-len is {args.max_seq_len}; expected at least 1")
     if sys.stdout is None:
         raise ValueError("stdout is closed; the answer goes there")
@@ -195,18 +210,20 @@ def _run(args: argparse.Namespace, terminal: _Terminal, stage: list[int]) -> int
 
     with _ended_by_ctrl_c():
         from .engine import SamplingParams
-        from .image_processor import open_image
         from .video import open_video
 
         ranks, plan = _meet(args, terminal)
         prompt = args.prompt
         if prompt == "-":
             prompt = ranks.share(lambda: _read_stdin(lambda size: sys.stdin.read(size)).strip())
+            if not prompt and not args.chat:
+                raise ValueError(NOTHING_ASKED)
         sampling = SamplingParams(
             max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed
         )
         _agree_on_files(ranks, [*args.image, *args.video])
-        images, videos = [open_image(path) for path in args.image], [open_video(path) for path in args.video]
+        images = [_open_picture(path) for path in args.image]
+        videos = [open_video(_local(path)) for path in args.video]
         model, processor = _load(args, ranks, plan, terminal)
         engine = _engine(model, args, ranks, terminal)
         chat = _Chat(engine, processor, sampling, args, ranks, terminal)
@@ -214,28 +231,57 @@ def _run(args: argparse.Namespace, terminal: _Terminal, stage: list[int]) -> int
     if args.system:
         chat.messages.append({"role": "system", "content": args.system})
     code = 0
-    if prompt is not None:
+    if prompt and prompt.strip():
         stage[0] = RAN_AND_FAILED
         code = chat.ask(prompt, images, videos)
         images, videos = [], []
-    while args.chat and code == 0:
-        stage[0] = UNUSABLE_INPUT
-        line = ranks.share(lambda: _read_line(terminal))
-        if line is None or line.strip() == "/exit":
-            break
-        if line.startswith("/image "):
-            path = Path(line.removeprefix("/image ").strip())
-            _agree_on_files(ranks, [path])
-            try:
-                images.append(open_image(path))
-            except (ValueError, OSError) as e:
-                terminal.say(f"error: {e}")
-        elif line.strip():
-            stage[0] = RAN_AND_FAILED
-            code = chat.ask(line, images, videos)
-            images, videos = [], []
+    if args.chat and chat.goes_on_after(code):
+        code = _converse(chat, images, videos, stage)
     ranks.leave()
     return code
+
+
+def _converse(chat: _Chat, images: list[Image.Image], videos: Sequence[Video], stage: list[int]) -> int:
+    """Asks what is typed until /exit or the end of stdin; returns the exit code."""
+    missing: Path | None = None  # A picture that the next question is likely about.
+    while True:
+        stage[0] = UNUSABLE_INPUT
+        line = chat.ranks.share(lambda: _read_line(chat.terminal))
+        if line is None or line.strip() == "/exit":
+            return 0
+        command, *rest = line.split(maxsplit=1) or [""]
+        if command == "/image" and rest:
+            path = Path(rest[0].strip())
+            _agree_on_files(chat.ranks, [path])
+            try:
+                images.append(_open_picture(path))
+                missing = None
+            except (ValueError, OSError) as e:
+                chat.terminal.say(f"error: {e}")
+                missing = path
+        elif re.fullmatch(r"/\w*", command):  # A question may begin with a path.
+            chat.terminal.say("commands: /image FILE, /exit")
+        elif command and missing:
+            chat.terminal.say(f"not asked: the picture {missing} is not there. Give another, or ask again without it")
+            missing = None
+        elif command:
+            stage[0] = RAN_AND_FAILED
+            code = chat.ask(line, images, videos)
+            if not chat.goes_on_after(code):
+                return code
+            images, videos = [], []
+
+
+def _local(path: Path) -> Path:
+    if re.match("https?:/", str(path)):
+        raise ValueError(f"{path.name}: URLs are not fetched; save it first and give the file")
+    return path
+
+
+def _open_picture(path: Path) -> Image.Image:
+    from .image_processor import open_image
+
+    return open_image(_local(path))
 
 
 def _meet(args: argparse.Namespace, terminal: _Terminal) -> tuple[Ranks, ParallelPlan]:
@@ -248,8 +294,8 @@ def _meet(args: argparse.Namespace, terminal: _Terminal) -> tuple[Ranks, Paralle
     terminal.ranks = ranks = Ranks(terminal.end)
     if args.tp not in (None, ranks.size):
         raise ValueError(
-            f"--tp is {args.tp} but there are {ranks.size} ranks; "
-            f"start as many: torchrun --nproc-per-node {args.tp} -m {PROG} ..."
+            f"--tp is {args.tp} but there {'is' if ranks.size == 1 else 'are'} {_counted(ranks.size, 'rank')}; "
+            f"start as many: torchrun --nproc-per-node {args.tp} -m {PROG} ..., or leave --tp out"
         )
     if args.device is None:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -300,6 +346,12 @@ def _load(
     if checkpoint is None:
         checkpoint = EMBEDDED_DEFAULT
         terminal.say("no checkpoint given; using the embedded default, a tiny model that knows little of the world")
+    elif not checkpoint.is_dir() and checkpoint.suffix.lower() in PICTURES:
+        raise ValueError(f"{checkpoint} is no checkpoint, which is a local folder; did you mean -i {checkpoint}?")
+    if args.backend == "flashinfer" and args.device.startswith("cpu"):
+        raise ValueError("--backend flashinfer needs a CUDA device; give --device cuda, or leave --backend out")
+    if args.backend == "flashinfer" and args.dtype == "float32":
+        raise ValueError("--backend flashinfer computes in bfloat16; leave --dtype out")
     dtype = getattr(torch, args.dtype) if args.dtype else None
     processor = load_processor(checkpoint)
     model = load_model(checkpoint, args.device, dtype, plan)
@@ -315,7 +367,7 @@ def _graph_plan(args: argparse.Namespace) -> GraphPlan:
     from .graphs import BucketPolicy, GraphPlan
 
     return GraphPlan(
-        prefill=BucketPolicy.prefill(min(2048, args.max_seq_len)),
+        prefill=BucketPolicy.prefill(min(2048, args.max_seq_len or MAX_SEQ_LEN)),
         decode=BucketPolicy.decode(1),
         strict=args.graphs == "strict",
     )
@@ -337,9 +389,11 @@ def _engine(
         _compile_kernels(engine)
     if args.graphs == "off" or not is_cuda:
         terminal.say(f"graphs: eager ({'--graphs off' if args.graphs == 'off' else 'no CUDA graphs on cpu'})")
+        if args.max_seq_len is not None:
+            terminal.say("--max-seq-len sizes the graphs' cache; without graphs it does nothing")
     else:
         ranks.enter("capturing graphs")
-        max_seq_len = min(args.max_seq_len, model.config.text_config.max_position_embeddings)
+        max_seq_len = min(args.max_seq_len or MAX_SEQ_LEN, model.config.text_config.max_position_embeddings)
         engine, runner = graphed_engine(model, plan=_graph_plan(args), max_seq_len=max_seq_len)
         terminal.say(runner.describe())
     engine.decoder = ranks.watched(engine.decoder)
@@ -359,9 +413,18 @@ def _compile_kernels(engine: Engine) -> None:
 
 
 def _read_line(terminal: _Terminal) -> str | None:
-    terminal.dim("> ")
-    line = _read_stdin(lambda size: sys.stdin.readline(size))
+    line = ""
+    try:
+        terminal.dim("> ")
+        line = _read_stdin(lambda size: sys.stdin.readline(size))
+    finally:
+        if not line:  # The end of stdin, or Ctrl-C: what comes next begins a line.
+            terminal.dim("\n")
     return line.rstrip("\n") if line else None
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 class _Chat:
@@ -378,9 +441,13 @@ class _Chat:
     ) -> None:
         self.engine, self.processor, self.sampling, self.ranks = engine, processor, sampling, ranks
         self.as_json, self.thinking, self.terminal = args.json, args.thinking, terminal
+        self.goes_on_interrupted = args.chat and ranks.size == 1  # Several would stop at different tokens.
         self.messages: list[dict[str, Any]] = []
         self.images: list[Image.Image] = []
         self.videos: list[Video] = []
+
+    def goes_on_after(self, code: int) -> bool:
+        return code == 0 or (code == INTERRUPTED and self.goes_on_interrupted)
 
     def ask(self, text: str, images: Sequence[Image.Image], videos: Sequence[Video]) -> int:
         """Streams one answer; its exit code."""
@@ -404,29 +471,46 @@ class _Chat:
                 thinking=self.thinking,
                 sampling=self.sampling,
                 engine=self.engine,
+                on_prompt=self._announce,
             ):
                 last = step
                 token_ids.append(step.token_id)
                 answer += step.text
                 reasoning += step.reasoning
                 self.terminal.dim(step.reasoning)
+                if step.text and reasoning and answer == step.text:
+                    self.terminal.dim("\n")
                 if step.text and not self.as_json:
-                    if reasoning and answer == step.text:
-                        self.terminal.dim("\n")
                     _write_answer(step.text)
         except KeyboardInterrupt:
             code = INTERRUPTED
+        if reasoning and not answer:
+            self.terminal.dim("\n")
         if self.as_json:
             # In ASCII, so that a terminal or file of any encoding takes it.
             _write_answer(json.dumps(_as_object(answer, reasoning, token_ids, last)) + "\n")
         elif answer:
             _write_answer("\n")
-        elif reasoning:
-            self.terminal.dim("\n")
+        if code == INTERRUPTED and self.goes_on_interrupted:
+            self.terminal.say("the answer was stopped; Ctrl-C once more ends")
+        if last is not None and last.finish_reason == "length":
+            self.terminal.say(self._cut_off(answer, len(token_ids)))
         if last is not None and last.stats is not None:
             self.terminal.say(_summary(last.stats))
         self.messages.append({"role": "assistant", "content": answer})
         return code
+
+    def _announce(self, num_tokens: int) -> None:
+        if num_tokens > LONG_PROMPT and not self.engine.model.language_model.lm_head.weight.is_cuda:
+            self.terminal.say(f"reading {num_tokens:,} tokens")
+
+    def _cut_off(self, answer: str, num_tokens: int) -> str:
+        is_limit = num_tokens == self.sampling.max_new_tokens
+        return (
+            f"stopped after {_counted(num_tokens, 'token')}{' (-n)' if is_limit else ''}, "
+            f"{'within' if answer else 'before'} the answer; "
+            + ("a larger -n goes on" if is_limit else "the context is full, or with graphs --max-seq-len")
+        )
 
 
 def _as_object(answer: str, reasoning: str, token_ids: list[int], last: GenerationStep | None) -> dict[str, Any]:

@@ -295,6 +295,9 @@ model.language_model.norm.weight/config.json: model_type is 'kimi_k3', Kimi-K3, 
 
         self.assertExpectedInline(self.refused(Path("c")), """c/model.safetensors.index.json: model-00002-of-000006.safetensors: is not there; the index puts 86 tensors in it""")
 
+    def test_missing_folder(self) -> None:
+        self.assertExpectedInline(self.refused(Path("moonshotai/Kimi-K2.5")), """moonshotai/Kimi-K2.5: is no folder here; a checkpoint is a local folder, and nothing is downloaded""")
+
     def test_missing_config(self) -> None:
         shutil.copytree(INT4, "c")
         Path("c/config.json").unlink()

@@ -158,6 +158,8 @@ def test_load_config_names_the_file(tmp_path):
 
 
 def test_load_config_without_a_file_says_what_a_checkpoint_is(tmp_path):
+    with pytest.raises(UnreadableFileError, match=r"Kimi-K2\.5: is no folder here; .* nothing is downloaded"):
+        load_config("moonshotai/Kimi-K2.5")
     with pytest.raises(UnreadableFileError, match=r"config\.json: there is no such file$"):
         load_config(tmp_path)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from oracle_media import make_image
 
+from kimi_k25 import generate
 from kimi_k25.generate import main
 
 ORACLE = Path(__file__).parent / "data/oracle"
@@ -30,10 +31,11 @@ def picture(tmp_path):
     return str(path)
 
 
-def test_help_is_quick_and_imports_nothing_heavy():
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_is_quick_and_imports_nothing_heavy(option):
     code = (
         "import sys\nfrom kimi_k25.generate import main\n"
-        "try: main(['--help'])\nexcept SystemExit as e: assert e.code == 0\n"
+        f"try: main(['{option}'])\nexcept SystemExit as e: assert e.code == 0\n"
         "assert not {'torch', 'numpy', 'PIL', 'jinja2', 'tiktoken'} & set(sys.modules), sorted(sys.modules)"
     )
 
@@ -54,6 +56,7 @@ def test_json_holds_the_golden_ids_of_a_text_prompt(capsys):
     assert answer["prompt_tokens"] == 17
     assert answer["timings"]["ttft_ms"] > 0
     assert "17 tokens in, 16 out, TTFT" in err
+    assert "stopped after 16 tokens (-n), before the answer; a larger -n goes on\n" in err
 
 
 def test_a_picture_is_put_before_the_prompt(capsys, picture):
@@ -78,8 +81,18 @@ def test_stdout_has_the_answer_and_stderr_the_reasoning(capsys):
 
     assert thought.out == ""  # 16 tokens of a random model never end the reasoning
     assert len(thought.err.splitlines()) >= 2
+    assert "\nkimi_k25.generate: stopped after 16 tokens (-n), before the answer" in thought.err
+    assert "stopped after 16 tokens (-n), within the answer; a larger -n goes on\n" in said.err
     assert said.out.endswith("\n") and len(said.out) > 8
     assert said.err.startswith("kimi_k25.generate: ")
+
+
+@pytest.mark.parametrize("options", [["--json"], []])
+def test_what_follows_the_reasoning_on_stderr_begins_a_line(capsys, options):
+    main(["-p", "What is 3 plus 4?", "--temperature", "0", *options])
+
+    last = capsys.readouterr().err.splitlines()[-2:]
+    assert last[0] == "I add the numbers." and last[1].startswith("kimi_k25.generate: 18 tokens in, 8 out")
 
 
 def test_a_seed_repeats_its_answer(capsys):
@@ -91,29 +104,88 @@ def test_a_seed_repeats_its_answer(capsys):
     assert answers[0] == answers[1] != answers[2]
 
 
-def test_chat_remembers_and_takes_pictures(capsys, monkeypatch, picture):
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"hi\n\n/image {picture}\n/image missing.png\nand this?\n/exit\n"))
+def chat(monkeypatch, *lines):
+    """Runs a chat of which these lines are typed; its exit code."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    return main([TINY, "--chat", "-n", "4", "--temperature", "0", "--no-thinking"])
 
-    code = main([TINY, "--chat", "-n", "4", "--temperature", "0", "--no-thinking"])
+
+def prompt_sizes(err):
+    return [int(count) for count in re.findall(r"(\d+) tokens in", err)]
+
+
+def test_chat_remembers_and_takes_pictures(capsys, monkeypatch, picture):
+    assert chat(monkeypatch, "hi", "", f"/image {picture}", "and this?", "/exit", "no more") == 0
+
+    first, second = prompt_sizes(capsys.readouterr().err)
+    assert second > first + 20  # The first turn, the picture, the second question.
+
+
+def test_a_question_after_a_picture_that_is_not_there_is_not_asked(capsys, monkeypatch, picture):
+    assert chat(monkeypatch, "/image missing.png", "what is this?", "hi") == 0
+    err = capsys.readouterr().err
+    assert "error: missing.png: there is no such file" in err
+    assert "not asked: the picture missing.png is not there. Give another, or ask again without it" in err
+    assert len(prompt_sizes(err)) == 1 and err.index("not asked") < err.index("tokens in")
+
+    assert chat(monkeypatch, "/image missing.png", f"/image {picture}", "what is this?") == 0
+    err = capsys.readouterr().err
+    assert len(prompt_sizes(err)) == 1 and "not asked" not in err
+
+
+def test_what_looks_like_a_command_is_no_question(capsys, monkeypatch):
+    assert chat(monkeypatch, "/help", "/image", " /foo bar", "/", "/etc/hosts holds what?") == 0
 
     err = capsys.readouterr().err
-    counts = [int(count) for count in re.findall(r"(\d+) tokens in", err)]
-    assert code == 0
-    assert "missing.png: there is no such file" in err
-    assert len(counts) == 2 and counts[1] > counts[0] + 20  # the first turn, the picture, the second question
+    assert err.count("kimi_k25.generate: commands: /image FILE, /exit\n") == 4
+    assert len(prompt_sizes(err)) == 1
+
+
+def test_the_end_of_input_ends_the_line_of_the_prompt(capsys, monkeypatch):
+    assert chat(monkeypatch) == 0
+
+    assert capsys.readouterr().err.endswith("> \n")
+
+
+def test_ctrl_c_stops_an_answer_and_at_the_prompt_the_chat():
+    command = [sys.executable, "-m", "kimi_k25.generate", TINY, "--chat", "-n", "100000", "--no-thinking"]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, **pipes, text=True, encoding="utf-8", bufsize=1) as process:
+        for question in ("hi", "and?"):
+            process.stdin.write(f"{question}\n")
+            process.stdout.read(3)
+
+            process.send_signal(signal.SIGINT)
+
+            for line in process.stderr:
+                if "the answer was stopped; Ctrl-C once more ends" in line:
+                    break
+        process.stderr.read(2)  # The prompt.
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+
+    assert process.returncode == 130
+    assert err == "\n"
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
         ([], 2, "nothing is asked; give a prompt with -p TEXT, or --chat"),
+        (["-p", ""], 2, "nothing is asked; give a prompt with -p TEXT, or --chat"),
+        (["-p", " ", "-i", "missing.png"], 2, "nothing is asked; give a prompt with -p TEXT, or --chat"),
         (["-p", "hi", "--json", "--chat"], 2, "--json prints one answer"),
         (["-p", "hi", "-n", "0"], 2, "max_new_tokens is 0; expected at least 1"),
         (["-p", "hi", "--temperature", "-1"], 2, "temperature is -1.0; expected 0"),
         (["-p", "hi", "--top-p", "0"], 2, "top_p is 0.0; expected more than 0"),
         (["-p", "hi", "-i", "missing.png"], 2, "missing.png: there is no such file"),
         (["-p", "hi", "--video", "missing.mp4"], 2, "missing.mp4: there is no such file"),
-        (["missing_folder", "-p", "hi"], 2, "missing_folder"),
+        (["-p", "hi", "-i", "https://a.org/b.png"], 2, "b.png: URLs are not fetched; save it first and give the file"),
+        (["-p", "hi", "--video", "http://a.org/b.mp4"], 2, "b.mp4: URLs are not fetched"),
+        (["nowhere/K2", "-p", "hi"], 2, "nowhere/K2: is no folder here; a checkpoint is a local folder, and nothing"),
+        (["some.png", "-p", "hi"], 2, "some.png is no checkpoint, which is a local folder; did you mean -i some.png?"),
+        (["-p", "hi", "--device", "cpu", "--backend", "flashinfer"], 2, "give --device cuda, or leave --backend out"),
+        (["-p", "hi", "--dtype", "float32", "--backend", "flashinfer", "--device", "cuda"], 2, "leave --dtype out"),
     ],
 )
 def test_unusable_input_is_one_line_and_exit_2(capsys, arguments, code, message):
@@ -121,7 +193,9 @@ def test_unusable_input_is_one_line_and_exit_2(capsys, arguments, code, message)
 
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("kimi_k25.generate: error: ") and message in err and len(err.splitlines()) == 1
+    *_, line = err.splitlines()
+    assert line.startswith("kimi_k25.generate: error: ") and message in line
+    assert all("using the embedded default" in other for other in err.splitlines()[:-1])
 
 
 def test_a_text_file_is_no_picture(capsys, tmp_path):
@@ -208,6 +282,7 @@ def shell(command, **environment):
         (r"printf 'a\377' | LC_ALL=C.UTF-8 $GENERATE -p -", 2, b"stdin is not UTF-8 text (character 1)"),
         (r"printf 'a\377' | PYTHONIOENCODING=utf-8:strict $GENERATE -p -", 2, b"stdin is not utf-8 text: invalid"),
         (r"""$GENERATE -p "$(printf 'a\377')" """, 2, b"--prompt is not UTF-8 text (character 1)"),
+        ("$GENERATE -p - </dev/null", 2, b"nothing is asked; give a prompt with -p TEXT, or --chat"),
         ("yes | $GENERATE -p -", 2, b"stdin has more than 16777216 characters"),
         ("$GENERATE -p hi --device cuda:99", 2, b"device is 'cuda:99'; CUDA devices that torch sees: "),
         ("$GENERATE -p hi --max-seq-len 0", 2, b"--max-seq-len is 0; expected at least 1"),
@@ -242,3 +317,64 @@ def test_an_unforeseen_error_is_one_line_that_names_its_kind(capsys, monkeypatch
     assert main(["-p", "hi"]) == 2
 
     assert capsys.readouterr().err == "kimi_k25.generate: error: KeyError: 'model'\n"
+
+
+def test_a_python_without_torch_is_told_what_to_do():
+    code = (
+        "import sys\nsys.modules['torch'] = None\n"
+        "from kimi_k25.generate import main\nsys.exit(main(['-p', 'hi']))"
+    )
+
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        f"kimi_k25.generate: error: torch is not installed for {sys.executable}; in the repository's folder, "
+        "`pip install -e '.[kimi]'`, or run .venv/bin/python, which `make demo` sets up\n"
+    )
+
+
+def test_a_long_prompt_on_a_cpu_gives_a_sign_of_life(capsys, monkeypatch):
+    monkeypatch.setattr("kimi_k25.generate.LONG_PROMPT", 16)
+
+    main([TINY, "-p", TEXT_PROMPT, "-n", "1"])
+    main([TINY, "-p", "hi", "-n", "1"])
+
+    err = capsys.readouterr().err
+    assert err.count("kimi_k25.generate: reading 17 tokens\n") == err.count("reading") == 1
+    assert "stopped after 1 token (-n), before" in err
+
+
+def test_an_answer_that_the_context_ends_says_so(capsys, tmp_path):
+    checkpoint = shutil.copytree(TINY, tmp_path / "tiny")
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = 20
+    (checkpoint / "config.json").write_text(json.dumps(config))
+
+    main([str(checkpoint), "-p", TEXT_PROMPT])
+
+    assert "stopped after 3 tokens, before the answer; the context is full" in capsys.readouterr().err
+
+
+def test_a_size_of_graphs_that_are_off_is_told_to_do_nothing(capsys):
+    main([TINY, "-p", "hi", "-n", "1", "--device", "cpu", "--max-seq-len", "1000"])
+    main([TINY, "-p", "hi", "-n", "1", "--device", "cpu"])
+
+    line = "kimi_k25.generate: --max-seq-len sizes the graphs' cache; without graphs it does nothing\n"
+    assert capsys.readouterr().err.count(line) == 1
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_broken_weights_are_told_and_not_garbage(capsys, monkeypatch, temperature):
+    def load_broken(*args):
+        model, processor = load(*args)
+        model.language_model.lm_head.weight.data.fill_(float("nan"))
+        return model, processor
+
+    load = generate._load
+    monkeypatch.setattr(generate, "_load", load_broken)
+
+    assert main([TINY, "-p", "hi", "--temperature", temperature]) == 1
+
+    out, err = capsys.readouterr()
+    assert out == "" and "error: logits are not finite at token 1 of prompt 0: weights have NaN or infinity" in err
