@@ -39,13 +39,11 @@ class GraphedDecoder:
             slot_mapping=empty,
             block_table=empty,
             seq_lens=empty,
-            max_kv_len=0,
+            kv_lens=(),
             has_prefix=False,
             is_decode=False,
         )
-        self._batch = AttentionBatch(
-            positions=empty, cu_seqlens=empty, max_seqlen=0, num_query_tokens=0, cache=self._cache_step
-        )
+        self._batch = AttentionBatch(positions=empty, cu_seqlens=empty, lengths=(), cache=self._cache_step)
         self.runner = GraphRunner(
             self._forward,
             model,
@@ -89,10 +87,9 @@ class GraphedDecoder:
         if batch.cache is None or batch.cache.layers is not self.cache.layers:
             raise ValueError("the step is not one of this decoder's cache; make it with its cache.step(...)")
         held, cache, step = self._batch, self._cache_step, batch.cache
-        held.cu_seqlens, held.max_seqlen, held.lengths = batch.cu_seqlens, batch.max_seqlen, batch.lengths
-        held.num_query_tokens = batch.num_query_tokens
+        held.cu_seqlens, held.lengths = batch.cu_seqlens, batch.lengths
         cache.block_table, cache.seq_lens, cache.kv_lens = step.block_table, step.seq_lens, step.kv_lens
-        cache.max_kv_len, cache.has_prefix = step.max_kv_len, step.has_prefix
+        cache.has_prefix = step.has_prefix
         inputs = {
             "inputs_embeds": inputs_embeds,
             "positions": batch.positions,

@@ -117,7 +117,7 @@ def test_decode_attention_is_latent_attention_of_roped_queries(
     q_latent, q = randn(num_seqs, heads, rank, dtype=dtype), randn(num_seqs, heads, nope + rope_dim, dtype=dtype)
     cos, sin = angles(num_seqs, rope_dim, dtype)
     step = CacheStep(
-        layers=pages[None], slot_mapping=table, block_table=table, seq_lens=seq_lens, max_kv_len=max(lengths),
+        layers=pages[None], slot_mapping=table, block_table=table, seq_lens=seq_lens, kv_lens=lengths,
         has_prefix=True, is_decode=True,
     )  # fmt: skip
     expected = latent_attention(q_latent, rotate_pairs(q[..., nope:], cos, sin), step, 0, 0.3)

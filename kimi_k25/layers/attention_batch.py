@@ -21,20 +21,23 @@ class CacheStep:
         slot_mapping: Slot of each new token, (num_tokens,) int64.
         block_table: Pages of each sequence in order, then page 0, (num_seqs, max_pages_per_seq) int32.
         seq_lens: Cached tokens of each sequence after this step, (num_seqs,) int32.
-        max_kv_len: The largest of them.
+        kv_lens: The same as the host knows them.
         has_prefix: Some sequence attends to tokens of an earlier step.
         is_decode: Every sequence has exactly one new token.
-        kv_lens: seq_lens as the host knows them.
     """
 
     layers: Tensor
     slot_mapping: Tensor
     block_table: Tensor
     seq_lens: Tensor
-    max_kv_len: int
+    kv_lens: Sequence[int]
     has_prefix: bool
     is_decode: bool
-    kv_lens: Sequence[int] = ()
+
+    @property
+    def max_kv_len(self) -> int:
+        """Most cached tokens of any sequence."""
+        return max(self.kv_lens)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,20 +50,16 @@ class AttentionBatch:
     Attributes:
         positions: (num_tokens,) int64.
         cu_seqlens: First new token of each sequence, then their sum, (num_seqs + 1,) int32.
-        max_seqlen: Most new tokens of any sequence.
-        num_query_tokens: New tokens in all.
-        num_tokens: The same on the device, 0-d; None if no row is padding.
-        cache: None for whole sequences of which nothing is kept.
         lengths: New tokens of each sequence as the host knows them, so that a plan need not wait for the device.
+        num_tokens: New tokens in all, on the device, 0-d; None if no row is padding.
+        cache: None for whole sequences of which nothing is kept.
     """
 
     positions: Tensor
     cu_seqlens: Tensor
-    max_seqlen: int
-    num_query_tokens: int
+    lengths: Sequence[int]
     num_tokens: Tensor | None = None
     cache: CacheStep | None = None
-    lengths: Sequence[int] = ()
 
     @classmethod
     def without_cache(
@@ -74,7 +73,15 @@ class AttentionBatch:
         return cls(
             positions=positions,
             cu_seqlens=cu_seqlens.to(device, non_blocking=True),
-            max_seqlen=max(lengths),
-            num_query_tokens=sum(lengths),
             lengths=lengths,
         )
+
+    @property
+    def max_seqlen(self) -> int:
+        """Most new tokens of any sequence."""
+        return max(self.lengths)
+
+    @property
+    def num_query_tokens(self) -> int:
+        """New tokens in all, as the host knows them."""
+        return sum(self.lengths)

@@ -106,9 +106,8 @@ class RaggedPrefill:
         """
         prefix = batch.cache if batch.cache is not None and batch.cache.has_prefix else None
         lengths = prefix.kv_lens if prefix else batch.lengths
-        queries = keys = _bounds(batch.lengths)
-        if prefix:
-            keys = _bounds(lengths)
+        queries, num_queries = _bounds(batch.lengths), batch.num_query_tokens
+        keys = _bounds(lengths) if prefix else queries
         if self._planned is not None:
             self._planned.synchronize()  # The plan before may still be on its way out of pinned memory.
         if self._constant is None:
@@ -118,14 +117,14 @@ class RaggedPrefill:
             shape, wrapper = self._shape, self._wrapper
             self._plan_info = wrapper._cached_module.plan(
                 *self._constant[0], wrapper._pin_memory_int_workspace_buffer,
-                queries, keys, torch.tensor(lengths, dtype=torch.int32), batch.num_query_tokens, len(lengths),
+                queries, keys, torch.tensor(lengths, dtype=torch.int32), num_queries, len(lengths),
                 shape["num_qo_heads"], shape["num_kv_heads"], 1, False,  # A page size, and no CUDA graph.
                 shape["head_dim_qk"], shape["head_dim_vo"], True, -1,  # Causal, over the whole sequence.
             )  # fmt: skip
         if self._planned is not None:
             self._planned.record()
         self._layer = self._again = None
-        self._num_queries, self._has_prefix = batch.num_query_tokens, prefix is not None
+        self._num_queries, self._has_prefix = num_queries, prefix is not None
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """One layer's attention of the planned step.

@@ -169,9 +169,10 @@ def ragged_attention(
         attention.prefill.plan(batch)
     if cache is not None and cache.has_prefix:
         # The new tokens are in the cache by now: read whole sequences back, end to end, and decompress them.
-        kv = read_cache(cache.layers[attention.plain.layer], cache.block_table)[:, : cache.max_kv_len].flatten(0, 1)
+        max_kv_len = cache.max_kv_len
+        kv = read_cache(cache.layers[attention.plain.layer], cache.block_table)[:, :max_kv_len].flatten(0, 1)
         if cache.seq_lens.shape[0] > 1:
             ends = torch.cat((cache.seq_lens.new_zeros(1), cache.seq_lens.cumsum(0, dtype=torch.int32)))
-            kv = kv.index_select(0, packed_index(ends, cache.max_kv_len, sum(cache.kv_lens)))
+            kv = kv.index_select(0, packed_index(ends, max_kv_len, sum(cache.kv_lens)))
         k, v = attention.plain.decompress(kv)
     attention.prefill.run(q, k, v, out)

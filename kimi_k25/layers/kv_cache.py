@@ -96,18 +96,15 @@ class PagedKVCache:
         return AttentionBatch(
             positions=on_device(positions, torch.int64),
             cu_seqlens=on_device([0, *itertools.accumulate(lengths)], torch.int32),
-            max_seqlen=max(lengths),
-            num_query_tokens=sum(lengths),
             lengths=lengths,
             cache=CacheStep(
                 layers=self.layers,
                 slot_mapping=on_device(slots, torch.int64),
                 block_table=on_device(padded_pages, torch.int32),
                 seq_lens=on_device(ends, torch.int32),
-                max_kv_len=max(ends),
+                kv_lens=ends,
                 has_prefix=has_prefix,
                 is_decode=max(lengths) == 1,
-                kv_lens=ends,
             ),
         )
 

@@ -130,11 +130,12 @@ def prefill_attention(
         out[:n] = packed_attention(q[:n], k[:n], v[:n], batch.cu_seqlens, batch.max_seqlen, causal=True, scale=scale)
         return
     # The new tokens are in the cache by now: read whole sequences back and decompress them.
-    kv = read_cache(cache.layers[attention.layer], cache.block_table)[:, : cache.max_kv_len]
+    max_seqlen, max_kv_len = batch.max_seqlen, cache.max_kv_len
+    kv = read_cache(cache.layers[attention.layer], cache.block_table)[:, :max_kv_len]
     k, v = attention.decompress(kv)  # (B, L, N, ...)
-    index = padded_index(batch.cu_seqlens[:-1], batch.max_seqlen, n)  # (B, max_seqlen)
+    index = padded_index(batch.cu_seqlens[:-1], max_seqlen, n)  # (B, max_seqlen)
     first = cache.seq_lens - batch.cu_seqlens.diff()
-    place = first[:, None] + torch.arange(batch.max_seqlen, device=q.device)
-    visible = torch.arange(cache.max_kv_len, device=q.device) <= place[:, :, None]  # (B, max_seqlen, L)
+    place = first[:, None] + torch.arange(max_seqlen, device=q.device)
+    visible = torch.arange(max_kv_len, device=q.device) <= place[:, :, None]  # (B, max_seqlen, L)
     padded = attend(q[index], k, v, visible[:, None], scale=scale)
-    out[:n] = padded.flatten(0, 1)[packed_index(batch.cu_seqlens, batch.max_seqlen, n)]
+    out[:n] = padded.flatten(0, 1)[packed_index(batch.cu_seqlens, max_seqlen, n)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -39,6 +40,21 @@ class VisionBlocks(nn.Module):
         return x
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedBatch:
+    """An AttentionBatch as far as the plain layers read one, without lengths: a recording serves steps of any.
+
+    Attributes:
+        max_seqlen: Most tokens that a sequence may have, of whatever step.
+    """
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+    num_query_tokens: int
+    num_tokens: None = None
+    cache: None = None
+
+
 class DecoderLayers(nn.Module):
     """The decoder's layers and its final norm: (num_tokens, hidden_size) to the same, likewise."""
 
@@ -47,12 +63,7 @@ class DecoderLayers(nn.Module):
         self.layers, self.norm, self.max_seqlen = layers, norm, max_seqlen
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor) -> Tensor:
-        batch = AttentionBatch(
-            positions=cu_seqlens,  # Not read: the layers are given cos and sin.
-            cu_seqlens=cu_seqlens,
-            max_seqlen=self.max_seqlen,
-            num_query_tokens=x.shape[0],
-        )
+        batch = RecordedBatch(cu_seqlens, self.max_seqlen, num_query_tokens=x.shape[0])
         residual = None
         for layer in self.layers:
             x, residual = layer(x, residual, (cos, sin), batch)
