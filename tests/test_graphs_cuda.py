@@ -7,7 +7,8 @@ import torch
 from toy_decoder import Toy
 
 from kimi_k25.graphs import BucketPolicy, CaptureError
-from kimi_k25.graphs.capture import BridgeBuffers, Step, capture_forward
+from kimi_k25.graphs.bridges import BridgeBuffers
+from kimi_k25.graphs.capture import Step, capture_forward
 from kimi_k25.graphs.cuda import CudaGraphs
 
 X = torch.ones(4, 2)

@@ -4,54 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from .backend import Backend
 from .breaks import crossing_scope
+from .bridges import BridgeBuffers
 from .errors import BreakPointError, CaptureError
 
-__all__ = ["Backend", "BridgeBuffers", "Captured", "Forward", "PaddedEager", "Step", "capture_forward"]
+__all__ = ["Captured", "Forward", "PaddedEager", "Step", "capture_forward"]
 
 Forward = Callable[[Mapping[str, Tensor]], Tensor]
-
-
-class Backend(Protocol):
-    """What turns the operators between `begin` and `end` into one call that replays them."""
-
-    name: str
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that all segments hold."""
-
-    def warming(self) -> AbstractContextManager[None]:
-        """One eager forward as the capture will meet it."""
-
-    def recording(self) -> AbstractContextManager[None]:
-        """One forward. Segments begin and end inside."""
-
-    def begin(self) -> None:
-        """Open a segment."""
-
-    def end(self) -> Callable[[], None]:
-        """Close it; the result replays it. Raises CaptureError for work that nobody waited for."""
-
-    def abort(self) -> None:
-        """Drop an open segment after an error; the error itself is the caller's to raise."""
-
-    def outside(self) -> AbstractContextManager[None]:
-        """Inside the block nothing belongs to the segment, though one is open."""
-
-    def owns(self, tensor: Tensor) -> bool:
-        """Whether some recording made the memory of this tensor."""
-
-    def close(self) -> None:
-        """Drop all segments together."""
 
 
 @dataclass(slots=True)
@@ -66,33 +32,6 @@ class Step:
         if self._padding is None or self._padding[0] is not out or self._padding[1] != self.num_tokens:
             self._padding = (out, self.num_tokens, out[self.num_tokens :])
         self._padding[2].zero_()
-
-
-class BridgeBuffers:
-    """Buffers in which activations cross a break, one for each argument, shared by all layers and buckets.
-
-    Layers run in order, so a buffer is free again when the next layer needs it. It has the size of the largest
-    user, met first because capture descends, and is owned here and by the recorded calls: never by address only.
-    """
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
-
-    def like(self, key: str, tensor: Tensor) -> Tensor:
-        """A view of the buffer of `key` with the shape and strides of `tensor`: kernels may depend on both."""
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        extent = last + 1 if tensor.numel() else 0
-        buffer = self._buffers.get((key, tensor.dtype))
-        if buffer is None or buffer.numel() < extent:
-            with self._backend.outside():
-                buffer = torch.zeros(extent, dtype=tensor.dtype, device=tensor.device)
-            self._buffers[key, tensor.dtype] = buffer
-        return buffer.as_strided(tensor.shape, tensor.stride())
-
-    @property
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers.values())
 
 
 def _without_broadcast(tensor: Tensor) -> Tensor:

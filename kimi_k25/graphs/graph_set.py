@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .backend import Backend
+from .bridges import BridgeBuffers
 from .buffers import InputSpec, StaticInputs, count_tokens
-from .capture import Backend, BridgeBuffers, Captured, Forward, Step, capture_forward
+from .capture import Captured, Forward, Step, capture_forward
 from .errors import CaptureError, GraphFallbackWarning
 from .fingerprint import registered_names
 from .ladder import Ladder, Phase

@@ -18,8 +18,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from .backend import Backend
 from .buffers import InputSpec, count_tokens
-from .capture import Backend, Forward
+from .capture import Forward
 from .errors import CaptureError, GraphError, GraphFallbackError, GraphFallbackWarning
 from .fingerprint import PointerFingerprint
 from .graph_set import Dummy, GraphSet, MemoryReport
