@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import published
 import torch
@@ -25,6 +25,9 @@ from kimi_k25.layers.attention_batch import AttentionBatch
 from kimi_k25.layers.kv_cache import CachedSequence, PagedKVCache
 from kimi_k25.layers.moe import Int4RoutedExperts
 from kimi_k25.model import KimiK25ForConditionalGeneration
+
+if TYPE_CHECKING:
+    from kimi_k25.layers.humming_experts import HummingExperts  # It imports triton.
 
 HIDDEN, EXPERTS, TOPK = (TEXT[key] for key in ("hidden_size", "n_routed_experts", "num_experts_per_tok"))
 INT4_STD = 4.18  # Of random_int4_'s values.
@@ -90,23 +93,26 @@ def build(config: KimiK25Config, device: torch.device, *, expert_layers: int) ->
     return model.eval()
 
 
-def set_fast(model: KimiK25ForConditionalGeneration, *, deterministic: bool = False) -> Any:
-    """use_backend(model, "flashinfer"), but for one layer's rearranged experts, which all others copy."""
+def copied_experts(*, deterministic: bool = False) -> Callable[[Int4RoutedExperts], HummingExperts]:
+    """Makes HummingExperts of equal layers: the first one's words are rearranged, and all others copy them."""
     from kimi_k25.layers.humming_experts import HummingExperts
 
-    if trouble := why_not_flashinfer(model):
-        refuse(trouble)
     first: list[HummingExperts] = []
 
     class CopiedExperts(HummingExperts):
-        def repack(self) -> None:
-            if first:
-                self.adopt(first[0])
-            else:
-                super().repack()
+        def rearrange(self, name: str) -> tuple[Tensor, Tensor]:
+            if not first:
                 first.append(self)
+            return super().rearrange(name) if first[0] is self else first[0].weights[name]
 
-    return set_fast_decoder(model, lambda experts: CopiedExperts(experts, deterministic=deterministic))
+    return lambda experts: CopiedExperts(experts, deterministic=deterministic)
+
+
+def set_fast(model: KimiK25ForConditionalGeneration, *, deterministic: bool = False) -> Any:
+    """use_backend(model, "flashinfer"), but for one layer's rearranged experts, which all others copy."""
+    if trouble := why_not_flashinfer(model):
+        refuse(trouble)
+    return set_fast_decoder(model, copied_experts(deterministic=deterministic))
 
 
 def floor_ms(c: TextConfig, ceilings: Ceilings, *, tokens: int, seqs: int, context: int) -> float:

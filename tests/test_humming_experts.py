@@ -121,7 +121,7 @@ def test_rearranging_twice_changes_nothing(library):
 def test_sizes_are_compiled_together_and_once_for_all_layers(library):
     first, second = HummingExperts(make_experts()), HummingExperts(make_experts())
     first.repack()
-    second.adopt(first)
+    second.repack()
 
     first.prepare([8, 16, 800])
     second.prepare([8, 16, 800])

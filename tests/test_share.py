@@ -90,3 +90,36 @@ def test_routers_balanced_over_several_steps_are_more_even_on_other_tokens(monke
     torch.testing.assert_close(four[1], sum(single) / 4)
     assert torch.equal(balanced(steps), four)
     assert routed == [(512, (None, 4))] * 18 and fused_moe.route is original
+
+
+def test_one_layers_experts_are_rearranged_and_all_others_hold_its_words(monkeypatch):
+    pytest.importorskip("triton")
+    from kimi_k25.layers import humming_experts
+    from kimi_k25.layers.moe import Int4RoutedExperts
+
+    rearranged = []
+
+    def repack(self, packed, scale):
+        rearranged.append(packed.shape)
+        return packed.flatten().flip(0).view(4, 4, -1), scale.flip(0)
+
+    monkeypatch.setattr(humming_experts._Product, "repack", repack)
+    layers = [Int4RoutedExperts(4, 64, 32, 32) for _ in range(3)]
+    for layer in layers:
+        for buffer in layer.buffers():
+            buffer.copy_(torch.arange(buffer.numel()).view_as(buffer) % 251)
+    for buffer in layers[2].buffers():
+        buffer.zero_()  # As those that `build` leaves empty.
+    expected = [layers[0].gate_up_proj_packed.flatten().flip(0), layers[0].down_proj_scale.flip(0)]
+    make = share.copied_experts()
+
+    products = [make(layer) for layer in layers]
+    for product in products:
+        product.repack()
+
+    assert len(rearranged) == 2  # One layer's gate_up_proj and down_proj.
+    for layer, product in zip(layers, products, strict=True):
+        assert product.is_repacked and product.weights["down_proj"][0].shape == (4, 4, 64)
+        assert product.weights["down_proj"][0].data_ptr() == layer.down_proj_packed.data_ptr()
+        assert torch.equal(layer.gate_up_proj_packed.flatten(), expected[0])
+        assert torch.equal(layer.down_proj_scale, expected[1])

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import int4_down
+from .fused_moe import Blocks
 from .gpu_libraries import import_gpu_library
 from .moe import Int4RoutedExperts
 from .moe_kernels import swiglu_rows
-
-if TYPE_CHECKING:
-    from .fused_moe import Blocks  # It imports triton, which this file does without.
 
 __all__ = ["HummingExperts", "RepackedWeightsError"]
 
@@ -91,10 +89,6 @@ class _Product:
         self._layer_config = layer.humming_config
         return layer.weight.data, layer.weight_scale.data
 
-    def adopt(self, other: _Product) -> None:
-        """Takes over what another product's `repack` has found out."""
-        self._layer_config = other._layer_config
-
     def tuning(self, num_rows: int) -> dict[str, Any]:
         """The library's choice for so many (token, expert) pairs, of which an even share is of the experts here."""
         if num_rows not in self._tunings:
@@ -143,7 +137,7 @@ _product = cache(_Product)
 
 @torch.no_grad()
 def _rearrange_for_down_rows(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """int4_down.rearrange, some experts at a time: it needs sixteen times their memory."""
+    """int4_down.rearrange, some experts at a time: its integers of 64 bits hold 36 times their words' memory."""
     parts = [int4_down.rearrange(*part) for part in zip(packed.split(16), scale.split(16), strict=True)]
     words, scales = zip(*parts, strict=True)
     return torch.cat(words), torch.cat(scales)
@@ -156,13 +150,16 @@ class HummingExperts:
         experts: Their packed words are rearranged by `repack`, in place.
         deterministic: Kernels that give the same bits every run, at 12% to 40% more time.
         ep: Groups that a layer's experts are divided over; numbers of pairs below are those of all groups.
+
+    Attributes:
+        weights: Rearranged words and scales of each product, in the experts' own memory; empty before `repack`.
     """
 
     def __init__(self, experts: Int4RoutedExperts, *, deterministic: bool = False, ep: int = 1) -> None:
         self.experts = experts
         self.is_repacked = False
         self._products: dict[str, _Product] = {}
-        self._weights: dict[str, tuple[Tensor, Tensor]] = {}
+        self.weights: dict[str, tuple[Tensor, Tensor]] = {}
         for name in ("gate_up_proj", "down_proj"):
             packed, scale = getattr(experts, f"{name}_packed"), getattr(experts, f"{name}_scale")
             num_experts, out_size, words = packed.shape
@@ -188,24 +185,19 @@ class HummingExperts:
         if self.is_repacked:
             return
         for name in ("gate_up_proj", "down_proj"):
-            packed, scale = getattr(self.experts, f"{name}_packed"), getattr(self.experts, f"{name}_scale")
-            product = self._products.get(name)
-            self._keep(name, *(product.repack if product else _rearrange_for_down_rows)(packed, scale))
+            self._keep(name, *self.rearrange(name))
         self.is_repacked = True
 
-    @torch.no_grad()
-    def adopt(self, other: HummingExperts) -> None:
-        """Takes another layer's rearranged words, for benchmarks with random weights."""
-        for name, product in self._products.items():
-            product.adopt(other._products[name])
-        for name, weights in other._weights.items():
-            self._keep(name, *weights)
-        self.is_repacked = True
+    def rearrange(self, name: str) -> tuple[Tensor, Tensor]:
+        """Words and scales of gate_up_proj or down_proj in its kernels' order, from those of the checkpoint."""
+        packed, scale = getattr(self.experts, f"{name}_packed"), getattr(self.experts, f"{name}_scale")
+        product = self._products.get(name)
+        return (product.repack if product else _rearrange_for_down_rows)(packed, scale)
 
     def _keep(self, name: str, weight: Tensor, scale: Tensor) -> None:
         own_packed, own_scale = getattr(self.experts, f"{name}_packed"), getattr(self.experts, f"{name}_scale")
-        self._weights[name] = own_packed.view(weight.shape), own_scale.view(scale.dtype).view(scale.shape)
-        for target, source in zip(self._weights[name], (weight, scale), strict=True):
+        self.weights[name] = own_packed.view(weight.shape), own_scale.view(scale.dtype).view(scale.shape)
+        for target, source in zip(self.weights[name], (weight, scale), strict=True):
             # Rearranging may have been no more than a view of the same memory.
             shared = target.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
             target.copy_(source.clone() if shared else source)
@@ -225,11 +217,11 @@ class HummingExperts:
 
     def gate_up(self, x: Tensor, blocks: Blocks, topk: int) -> Tensor:
         """(T, H) to (T * topk, 2 I), a row a pair; rows of no block are undefined."""
-        return self._products["gate_up_proj"](x, *self._weights["gate_up_proj"], blocks, topk)
+        return self._products["gate_up_proj"](x, *self.weights["gate_up_proj"], blocks, topk)
 
     def down(self, gate_up: Tensor, blocks: Blocks) -> Tensor:
         """SwiGLU and the second product, (P, 2 I) to (P, H); rows of no block are undefined."""
-        weights = self._weights["down_proj"]
+        weights = self.weights["down_proj"]
         if product := self._products.get("down_proj"):
             return product(swiglu_rows(gate_up, gate_up.dtype), *weights, blocks, 1)
         return int4_down.down_rows(gate_up, *weights, *blocks)
