@@ -60,6 +60,8 @@ class GraphedDecoder:
             plan=plan,
             watch={"kv_cache": lambda: self.cache.layers},
         )
+        if self.decoder.fast is not None and (prefill := self.runner.plan.prefill) is not None:
+            self.decoder.fast.reserve(prefill.maximum)
 
     def __call__(self, inputs_embeds: Tensor, batch: AttentionBatch) -> Tensor:
         """Hidden states after the final norm, (num_tokens, hidden_size); arguments as DeepseekV3Model.forward has them.

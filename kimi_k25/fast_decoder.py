@@ -75,6 +75,10 @@ class FastDecoder:
         self._derived.append(experts)
         return experts
 
+    def reserve(self, num_tokens: int) -> None:
+        """Announces steps of so many tokens, the same on all ranks; see AllReduceAddRMSNorm."""
+        self.add_norm.reserve(num_tokens)
+
     def refresh_derived(self) -> None:
         """Rebuilds joined and rearranged weights in place, after the parameters have been loaded anew."""
         for derived in self._derived:

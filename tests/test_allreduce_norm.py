@@ -68,7 +68,7 @@ def close(actual, wanted):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_rank_adds_and_norms_and_consumes_its_inputs(dtype):
-    layer = AllReduceAddRMSNorm(None, max_num_tokens=5)
+    layer = AllReduceAddRMSNorm(None)
     x, residual, weight, _ = tensors(5, 0, dtype)
     wanted = expected(5, 1, dtype)
 
@@ -79,10 +79,12 @@ def test_one_rank_adds_and_norms_and_consumes_its_inputs(dtype):
     close(total, wanted[1])
 
 
-def drive(rank, dtype, max_num_tokens):
+def drive(rank, dtype, announced):
     comm = FakeComm()
-    layer = AllReduceAddRMSNorm(dist.group.WORLD, max_num_tokens=max_num_tokens, comm=comm)
+    layer = AllReduceAddRMSNorm(dist.group.WORLD, comm=comm)
+    layer.reserve(announced)
     layer.prepare(torch.ones(HIDDEN, dtype=dtype))
+    layer.reserve(8192)  # Too late: the workspace stays as it is, and larger steps go unfused.
     for num_tokens in TOKEN_COUNTS:
         x, residual, weight, _ = tensors(num_tokens, rank, dtype)
         normed, total = layer(x, residual, weight, 1e-5)
@@ -113,7 +115,7 @@ def test_float32_is_never_fused_and_makes_no_workspace():
 
 def one_fails(rank):
     comm = FakeComm(fails_on=1)
-    layer = AllReduceAddRMSNorm(dist.group.WORLD, max_num_tokens=8, comm=comm)
+    layer = AllReduceAddRMSNorm(dist.group.WORLD, comm=comm)
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
@@ -136,7 +138,7 @@ def test_one_ranks_failure_turns_fusion_off_on_all_and_is_not_tried_again():
 def two_hosts(rank):
     allreduce_norm._host = lambda: f"machine {rank}"
     comm = FakeComm()
-    layer = AllReduceAddRMSNorm(dist.group.WORLD, max_num_tokens=8, comm=comm)
+    layer = AllReduceAddRMSNorm(dist.group.WORLD, comm=comm)
     x, residual, weight, _ = tensors(5, rank, torch.bfloat16)
     close(layer(x, residual, weight, 1e-5)[0], expected(5, 2, torch.bfloat16)[0])
     return comm.workspaces, layer.why_unfused
@@ -149,7 +151,7 @@ def test_ranks_of_two_machines_never_begin_to_make_a_workspace():
 
 
 def no_library(rank):
-    layer = AllReduceAddRMSNorm(dist.group.WORLD, max_num_tokens=8)
+    layer = AllReduceAddRMSNorm(dist.group.WORLD)
     x, residual, weight, _ = tensors(5, rank, torch.bfloat16)
     close(layer(x, residual, weight, 1e-5)[0], expected(5, 2, torch.bfloat16)[0])
     return (layer.why_unfused,)
@@ -163,7 +165,7 @@ def test_without_cuda_the_reason_is_kept_and_the_answer_right():
 def two_groups(rank):
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     comm = FakeComm()
-    layer = AllReduceAddRMSNorm(groups[rank // 2], max_num_tokens=8, comm=comm)
+    layer = AllReduceAddRMSNorm(groups[rank // 2], comm=comm)
     x, residual, weight, parts = tensors(5, rank, torch.bfloat16)
     normed, total = layer(x, residual.clone(), weight, 1e-5)
     wanted = parts[rank // 2 * 2 : rank // 2 * 2 + 2].float().sum(0).to(torch.bfloat16) + residual
@@ -195,7 +197,7 @@ def test_what_is_fused_depends_on_what_all_ranks_share(num_tokens, world_size, d
 
 def test_a_step_being_captured_never_starts_a_collective_creation(monkeypatch):
     made = []
-    layer = AllReduceAddRMSNorm(None, max_num_tokens=8)
+    layer = AllReduceAddRMSNorm(None)
     layer.world_size = 2
     monkeypatch.setattr("kimi_k25.layers.allreduce_norm._is_capturing", lambda x: True)
     monkeypatch.setattr(layer, "prepare", lambda weight: made.append(1))

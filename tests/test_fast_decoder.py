@@ -284,3 +284,14 @@ def test_fused_kernels_replay_on_the_tape_bitwise_and_buffers_cross_breaks_witho
             torch.testing.assert_close(replayed, expected, rtol=0, atol=2e-5)
         report = graphed.runner.memory_report()
     assert report.bridge_bytes == 0
+
+
+def test_graphs_announce_their_largest_prefill_to_the_workspace_of_the_norms():
+    language_model = load(torch.float32)
+    language_model.model.fast = fast = make_fast(language_model)
+
+    GraphedDecoder(
+        language_model, new_cache(torch.float32), GraphPlan(backend="eager", prefill=BucketPolicy.of((8, 4096)))
+    )
+
+    assert fast.add_norm.capacity == 4096

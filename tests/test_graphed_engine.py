@@ -3,6 +3,7 @@
 import json
 from dataclasses import fields, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def facts(batch):
 def test_kernels_between_graphs_find_every_fact_of_the_step():
     model, seen = load_model(ORACLE / "tiny_bf16"), []
     cache = PagedKVCache(model.config.text_config, max_seqs=2, max_seq_len=16, dtype=torch.float32, device="cpu")
-    model.language_model.model.fast = lambda embeds, batch: (seen.append(facts(batch)), embeds)[1]
+    model.language_model.model.fast = Mock(side_effect=lambda embeds, batch: (seen.append(facts(batch)), embeds)[1])
     graphed, sequences = GraphedDecoder(model, cache, GraphPlan(backend="eager")), [CachedSequence(), CachedSequence()]
 
     for lengths in ([5, 2], [3, 1], [1, 1]):

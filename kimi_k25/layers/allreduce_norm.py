@@ -55,22 +55,26 @@ class AllReduceAddRMSNorm:
 
     Args:
         group: None, or a group of one rank: nothing is reduced.
-        max_num_tokens: Most tokens that shall be fused; the workspace serves at least MIN_WORKSPACE_TOKENS, and
-            larger calls take the unfused path. It never grows: captured graphs hold its address.
         fuse: False keeps to plain PyTorch, which defines the result.
         comm: flashinfer.comm, or what stands for it in a test.
+
+    Attributes:
+        capacity: Most tokens that are fused; larger calls take the unfused path.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, *, max_num_tokens: int = 0, fuse: bool = True, comm: Any = None
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, *, fuse: bool = True, comm: Any = None) -> None:
         self.group, self.fuse = group, fuse
         self.world_size = dist.get_world_size(group) if group is not None else 1
-        self.capacity = max(max_num_tokens, MIN_WORKSPACE_TOKENS)
+        self.capacity = MIN_WORKSPACE_TOKENS
         self.why_unfused = ""
         self._comm = comm
         self._workspace: Any = None
         self._is_prepared = False
+
+    def reserve(self, num_tokens: int) -> None:
+        """Announces steps of so many tokens. Once made, the workspace never grows: captured graphs hold its address."""
+        if not self._is_prepared:
+            self.capacity = max(self.capacity, num_tokens)
 
     def prepare(self, weight: Tensor) -> None:
         """Makes the workspace, once; a collective call. A failure of any rank turns fusion off on all, for good.
