@@ -134,7 +134,10 @@ def confusion_table(result: Result) -> str:
 
 
 def examine(folder: Path, tokenizer: Tokenizer, num_questions: int, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Asks both variants in `folder`, prints what they got right, and returns it as a result's fields."""
+    """Asks both variants in `folder`, prints what they got right, and returns it as a result's fields.
+
+    "bfloat16" and "int4" there say how a variant's experts are stored; both compute in `dtype`.
+    """
     questions = list(exam(num_questions))
     results = {}
     for name, checkpoint in (("bfloat16", folder), ("int4", folder / "int4")):

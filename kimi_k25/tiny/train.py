@@ -122,7 +122,7 @@ class Training:
         self._loss = torch.zeros((), device=device)
 
     def learn(self, batch: Batch) -> None:
-        """One step. Never waits for the device, except to count placeholders."""
+        """One step. Never waits for the device."""
         on_grid = self.step >= GRID_FROM * self.steps
         if on_grid and not self.masters.experts_on_grid:
             self.masters.experts_on_grid = True
