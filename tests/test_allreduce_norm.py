@@ -113,6 +113,32 @@ def test_float32_is_never_fused_and_makes_no_workspace():
         assert workspaces == [] and fused == []
 
 
+def drive_without_the_layer(rank):
+    """What engines do first: a workspace for the tokens at hand, made anew when the library finds it too small."""
+    comm, workspace = FakeComm(), None
+    for num_tokens in TOKEN_COUNTS:
+        x, residual, weight, _ = tensors(num_tokens, rank, torch.bfloat16)
+        call = {
+            "input": x, "pattern": 1, "residual_in": residual, "residual_out": torch.empty_like(x),
+            "norm_out": torch.empty_like(x), "rms_gamma": weight, "rms_eps": 1e-5, "fp32_acc": True,
+            "launch_with_pdl": False, "trigger_completion_at_end": True,
+        }  # fmt: skip
+        try:
+            comm.allreduce_fusion(workspace=workspace or ("none", 0, HIDDEN, x.dtype, None), **call)
+        except ValueError:
+            workspace = comm.create_allreduce_fusion_workspace(
+                backend="trtllm", world_size=2, rank=rank, max_token_num=x.shape[0], hidden_dim=HIDDEN, dtype=x.dtype,
+                group=dist.group.WORLD,
+            )  # fmt: skip
+            comm.allreduce_fusion(workspace=workspace, **call)
+    return comm.workspaces
+
+
+def test_a_workspace_for_the_tokens_at_hand_would_be_made_anew_whenever_they_grow():
+    """Each is a collective call, leaks the one before, and pulls memory from under captured graphs."""
+    assert run_ranks(2, drive_without_the_layer) == [[1, 2048, 4096]] * 2
+
+
 def one_fails(rank):
     comm = FakeComm(fails_on=1)
     layer = AllReduceAddRMSNorm(dist.group.WORLD, comm=comm)

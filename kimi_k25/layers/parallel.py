@@ -115,7 +115,7 @@ WHOLE = ParallelPlan()
 def _why_not(text: TextConfig, tp: int, ep: int, group_size: int | None) -> str:
     """What cannot be divided so; "" if all can."""
     if ep < 1 or tp % ep:
-        return f"--ep {ep} does not divide {tp} ranks"
+        return f"--ep {ep} does not divide {tp} rank{'s' if tp > 1 else ''}"
     shared_size = text.moe_intermediate_size * text.n_shared_experts if text.moe_layers else 0
     width_unit = group_size or _GROUPED_MM_MULTIPLE
     wanted = [
