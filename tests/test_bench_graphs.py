@@ -5,7 +5,6 @@ Only its times mean nothing here.
 
 import functools
 import json
-import os
 import sys
 import time
 from contextlib import contextmanager, nullcontext
@@ -16,8 +15,6 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # Read when a kernel is defined.
 pytest.importorskip("triton")
 
 from kimi_k25.checkpoint import load_model

@@ -1,13 +1,10 @@
 """The vision benchmark's own computations, and a run of all of it on a toy."""
 
 import json
-import os
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # Read when a kernel is defined.
 pytest.importorskip("triton")
 
 import vision

@@ -5,7 +5,6 @@ fused path may be no further from it than five times the plain one, since Triton
 rounds, which doubles each error and gives all of them one sign.
 """
 
-import os
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,6 @@ import torch.distributed as dist
 from gloo_ranks import run_ranks
 from random_models import make_config, randomize
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # Read when a kernel is defined.
 pytest.importorskip("triton")
 
 from kimi_k25.checkpoint import load_model

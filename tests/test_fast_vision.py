@@ -5,14 +5,10 @@ kernel is held to one rounding, twice that in the interpreter, which truncates w
 float32, from which it may be no further than five times the plain one.
 """
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # Read when a kernel is defined.
 pytest.importorskip("triton")
 
 from random_models import make_config, make_pixels, randomize

@@ -4,14 +4,10 @@ Tolerances: float32 differs by the order of sums (1e-5); bfloat16 by one roundin
 the steps of a rotation or a sum, twice that in the interpreter, which truncates (2**-6 of the largest value).
 """
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # Read when a kernel is defined.
 pytest.importorskip("triton")
 
 from kimi_k25.layers import mla_decode

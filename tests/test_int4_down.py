@@ -4,13 +4,9 @@ Scales have four significant bits, so that a value times its scale is exact: the
 rounds to bfloat16. Tolerances as in test_fused_kernels.py.
 """
 
-import os
-
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # Read when a kernel is defined.
 pytest.importorskip("triton")
 
 from kimi_k25.layers.int4 import dequantize_int4, pack_int4

@@ -1,7 +1,6 @@
 """What the rank-share benchmark does without a GPU: its files, its comparisons, its reports."""
 
 import json
-import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +10,6 @@ import pytest
 import rank_share
 import rank_share_report
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # Read when a kernel is defined.
 
 LAYERS = Path(__file__).parent.parent / "kimi_k25" / "layers"
 ROWS = [

@@ -1,16 +1,11 @@
 """The share that benchmarks measure, without a GPU: its sizes and values, the floor, balanced routers."""
 
-import os
-
 import pytest
 import share
 import torch
 from harness import Ceilings
 
 from kimi_k25.layers.int4 import unpack_int4
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # Read when a kernel is defined.
 
 
 def test_the_share_divides_heads_expert_width_and_vocabulary():

@@ -37,22 +37,6 @@ class RepackedWeightsError(RuntimeError):
         self.names = names
 
 
-def faster_down_tuning(choice: dict[str, Any]) -> dict[str, Any]:
-    """The library's choice for a product over few input columns, or what was faster on an H200.
-
-    Of 53 configurations of (7168, 256) with 384 experts: 197 to 187 us at 1,024 tokens, 310 to 262 at 2,048, 489 to
-    456 at 4,096.
-    """
-    rows, columns, depth = choice["block_shape"]
-    if choice.get("mma_type") != "wgmma" or depth != 64:
-        return choice
-    if rows >= 48 and columns == 256:
-        return choice | {"warp_shape": (rows, 32, 64)}
-    if rows == 32 and columns == 512:
-        return choice | {"block_shape": (32, 256, 64), "num_stages": 3, "num_ctas_per_sm": 3}
-    return choice
-
-
 class _Product:
     """One weight shape's kernels, shared by all layers: which there are, and which serves how many rows."""
 
@@ -93,12 +77,9 @@ class _Product:
         """The library's choice for so many (token, expert) pairs, of which an even share is of the experts here."""
         if num_rows not in self._tunings:
             tune = import_gpu_library("humming-kernels", "humming.tune")
-            choice = tune.get_heuristics_config(
+            self._tunings[num_rows] = tune.get_heuristics_config(
                 self._layer_config, shape_m=-(-num_rows // self._ep), device=self._device, **self._compute
             )
-            if not self._compute["use_batch_invariant"] and self._layer_args["shape_k"] <= 512:
-                choice = faster_down_tuning(choice)
-            self._tunings[num_rows] = choice
         return self._tunings[num_rows]
 
     def prepare(self, row_counts: Sequence[int]) -> None:
