@@ -348,11 +348,13 @@ def test_gc_runs_again_after_a_capture_that_failed():
 
     toy = Toy()
     toy.decoder.layers[0].mlp = nn.Sequential(Syncs())
+    num_frozen = gc.get_freeze_count()  # Python 3.12 freezes some objects itself.
+
     with pytest.raises(CaptureError):
         toy.runner()
 
     assert gc.isenabled()
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() == num_frozen
 
 
 class Syncs(nn.Module):

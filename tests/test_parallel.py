@@ -311,7 +311,7 @@ def test_numbers_of_ranks_that_divide_the_published_model():
             "n_routed_experts is 10; expected to divide over 4 groups; {}: 1, 2, 4; with 4 ranks --ep may be 1, 2",
         ),
         ({}, 4, 3, "--ep 3 does not divide 4 ranks; {}: 1, 2, 4; with 4 ranks --ep may be 1, 2, 4"),
-        ({}, 1, 0, "--ep 0 does not divide 1 ranks; {}: 1, 2, 4; with 1 ranks --ep may be 1"),
+        ({}, 1, 0, "--ep 0 does not divide 1 rank; {}: 1, 2, 4; with 1 rank --ep may be 1"),
     ],
 )
 def test_a_plan_that_does_not_divide_lists_those_that_do(text, tp, ep, message):

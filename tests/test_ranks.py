@@ -360,4 +360,4 @@ def test_one_rank_needs_no_torchrun_and_refuses_more(capsys):
     err = capsys.readouterr().err
     assert "--tp is 2 but there is 1 rank; start as many: torchrun --nproc-per-node 2 -m kimi_k25.generate" in err
     assert "..., or leave --tp out" in err
-    assert "--ep 2 does not divide 1 ranks; numbers of ranks that divide this model: 1, 2, 4" in err
+    assert "--ep 2 does not divide 1 rank; numbers of ranks that divide this model: 1, 2, 4" in err

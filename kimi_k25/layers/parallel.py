@@ -64,7 +64,7 @@ class ParallelPlan:
         if trouble := _why_not(text, self.tp, self.ep, group_size):
             found = world_sizes(text, group_size=group_size)
             if eps := [str(ep) for ep in _divisors(self.tp) if not _why_not(text, self.tp, ep, group_size)]:
-                found += f"; with {self.tp} ranks --ep may be {', '.join(eps)}"
+                found += f"; with {self.tp} rank{'s' if self.tp > 1 else ''} --ep may be {', '.join(eps)}"
             raise ValueError(f"{trouble}; numbers of ranks that divide this model: {found}")
 
     def cut(self, name: str, shape: Sequence[int], *, is_expert: bool = False) -> tuple[slice, ...]:
