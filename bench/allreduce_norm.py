@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 bench/allreduce_norm.py --device cpu    # a toy over gloo, to show that it runs
 
 Hidden size 7168, bfloat16. Each size is timed eagerly and as a graph, one way after the other, and compared with sums
-in float32; then sizes go up and down over the one workspace. GB/s are those that a ring puts on each link, 2 (W - 1) / W
-of the tensor, beside NVLink's 450 a direction. FlashInfer's trtllm backend alone: the others take NVLink multicast.
+in float32; then sizes go up and down over the one workspace. GB/s are those that a ring puts on each link, the tensor
+2 (W - 1) / W times, beside NVLink's 450 a direction. Only FlashInfer's trtllm backend: others take NVLink multicast.
 """
 
 from __future__ import annotations
