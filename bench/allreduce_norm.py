@@ -14,19 +14,17 @@ import argparse
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import print_table, provenance, refuse, relative, require_extras, write_result
+from harness import once_ms, print_table, provenance, refuse, relative, require_extras, write_result
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from kimi_k25.layers.allreduce_norm import AllReduceAddRMSNorm
-from kimi_k25.layers.flashinfer_ops import fused_add_rmsnorm
 from kimi_k25.layers.norm import rms_norm
 
 TOKENS = tuple(2**n for n in range(14))
@@ -51,15 +49,6 @@ class CountingComm:
         return self._comm.allreduce_fusion(**options)
 
 
-def reduce_then_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """What the fused kernel replaces."""
-    dist.all_reduce(x)
-    if x.is_cuda:
-        fused_add_rmsnorm(x, residual, weight, EPS)
-        return x, residual
-    return rms_norm(x + residual, weight, EPS), x + residual
-
-
 def inputs(num_tokens: int, hidden_size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """This rank's part, the residual, the weight, and the sum of all parts in float32: the same on every rank."""
     options: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(num_tokens), "device": device}
@@ -77,25 +66,17 @@ def distance(end: End, num_tokens: int, hidden_size: int, device: torch.device) 
     return max(relative(normed, rms_norm(added, weight.float(), EPS)), relative(sum_, added))
 
 
-def call_us(run: Callable[[], object], device: torch.device, *, rounds: int, calls: int = CALLS) -> float:
+def call_us(run: Callable[[], object], *, rounds: int, calls: int = CALLS) -> float:
     """Microseconds a call, the median over rounds of `calls` in a row, which all ranks begin together."""
+
+    def in_a_row() -> None:
+        for _ in range(calls):
+            run()
+
     samples = []
     for _ in range(rounds + 1):  # The first one warms up.
         dist.barrier()
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            begin.record()
-            for _ in range(calls):
-                run()
-            end.record()
-            torch.cuda.synchronize()
-            samples.append(begin.elapsed_time(end) * 1000 / calls)
-        else:
-            started = time.perf_counter()
-            for _ in range(calls):
-                run()
-            samples.append((time.perf_counter() - started) * 1e6 / calls)
+        samples.append(once_ms(in_a_row) * 1000 / calls)
     return statistics.median(samples[1:])
 
 
@@ -124,10 +105,10 @@ def measure(
             x, residual = torch.zeros(2, num_tokens, hidden_size, dtype=torch.bfloat16, device=device)
             weight = torch.ones(hidden_size, dtype=torch.bfloat16, device=device)
             run = lambda end=end, x=x, residual=residual, weight=weight: end(x, residual, weight)  # noqa: E731
-            row["eager_us"] = us = round(call_us(run, device, rounds=rounds), 2)
+            row["eager_us"] = us = round(call_us(run, rounds=rounds), 2)
             if device.type == "cuda":
                 graph = in_graph(run)
-                us = round(call_us(graph.replay, device, rounds=rounds, calls=1) / CALLS, 2)
+                us = round(call_us(graph.replay, rounds=rounds, calls=1) / CALLS, 2)
                 row["graph_us"] = us
                 graph.reset()
             gb_per_s = 2 * (world_size - 1) / world_size * x.nbytes / us / 1000
@@ -165,6 +146,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     fused = AllReduceAddRMSNorm(dist.group.WORLD, comm=comm)
     fused.reserve(max(tokens))
     fused.prepare(torch.ones(hidden_size, dtype=torch.bfloat16, device=device))
+    alone = AllReduceAddRMSNorm(None)
+
+    def reduce_then_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        dist.all_reduce(x)
+        return alone(x, residual, weight, EPS)
+
     ends: dict[str, End] = {"fused": lambda x, r, w: fused(x, r, w, EPS), "reduced, then normed": reduce_then_norm}
     rows = measure(ends, tokens, hidden_size, device, args.rounds)
     fluctuating = [distance(ends["fused"], n, hidden_size, device) for n in FLUCTUATING if n <= fused.capacity]

@@ -1,4 +1,4 @@
-"""What others need for the same share: vLLM's published-on-this-card times, and transformers' layers in this process.
+"""What others need for the same share: vLLM, measured by hand on the same kind of card, and transformers' layers here.
 
 Knows nothing of our model.
 """
